@@ -1,0 +1,75 @@
+"""Training metrics from every rank, without stalling one.
+
+    import everyrank
+
+    history = everyrank.History()
+    for step in range(100):
+        history.update({"loss": train_step()})
+    history.finalize()
+
+A value is copied into the open window where it lies; a closed window is reduced over all ranks in
+the background, becomes records, and these go to the columns in memory and to the backends:
+
+    values -> stage -> window -> ranks -> records -> columns -> backends, reports
+
+`import everyrank` imports neither torch nor jax: the value that is handed over says which is needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everyrank.errors import (
+        EveryrankError,
+        MetricError,
+        MissingPackage,
+        OptionError,
+        RunDirectoryError,
+    )
+    from everyrank.history import History
+    from everyrank.records import Record
+    from everyrank.setup import setup_torch, setup_wandb
+    from everyrank.stopwatch import StopWatch
+
+__version__ = "0.1.0"
+
+#: Where each public name lives; it is imported when somebody asks for it.
+_HOMES = {
+    "EveryrankError": "errors",
+    "History": "history",
+    "MetricError": "errors",
+    "MissingPackage": "errors",
+    "OptionError": "errors",
+    "Record": "records",
+    "RunDirectoryError": "errors",
+    "StopWatch": "stopwatch",
+    "setup_torch": "setup",
+    "setup_wandb": "setup",
+}
+
+__all__ = [
+    "EveryrankError",
+    "History",
+    "MetricError",
+    "MissingPackage",
+    "OptionError",
+    "Record",
+    "RunDirectoryError",
+    "StopWatch",
+    "setup_torch",
+    "setup_wandb",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'everyrank' has no attribute {name!r}")
+    value = getattr(import_module(f"everyrank.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

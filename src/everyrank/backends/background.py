@@ -1,0 +1,127 @@
+"""Two wrappers that keep a destination from ever hurting a run: `Guard` and `Background`.
+
+    Background(Guard(Jsonl(path)))
+
+reads: on a thread of its own, guarded, write JSON lines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from everyrank.backends.base import Backend
+from everyrank.records import Batch, Record
+from everyrank.worker import Worker
+
+log = logging.getLogger("everyrank")
+
+
+class Guard:
+    """Catch whatever a backend raises, say it once, count the rest, and go on."""
+
+    def __init__(self, to: Backend) -> None:
+        self.name = to.name
+        self.failures = 0
+        self.last_failure: str | None = None
+        self._to = to
+
+    def write(self, record: Record) -> None:
+        """Write, or count the failure."""
+        try:
+            self._to.write(record)
+        except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self._failed("write", error)
+
+    def flush(self) -> None:
+        """Flush, or count the failure."""
+        try:
+            getattr(self._to, "flush", _nothing)()
+        except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self._failed("flush", error)
+
+    def close(self) -> None:
+        """Close, or count the failure."""
+        try:
+            self._to.close()
+        except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self._failed("close", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.failures += 1
+        self.last_failure = f"{what}: {type(error).__name__}: {error}"
+        if self.failures == 1:
+            log.warning(
+                "the %s backend failed and training goes on without it: %s (said once; "
+                "history.health() counts the rest)",
+                self.name,
+                self.last_failure,
+            )
+
+
+class Background:
+    """Write on a thread of its own; `write` returns at once and keeps order.
+
+    At most `capacity` records wait; above that, the caller waits and nothing is dropped. `flush`
+    and `close` are bounded in time and return False if the bound was reached first.
+    """
+
+    def __init__(self, to: Backend, *, capacity: int = 8192) -> None:
+        self.name = to.name
+        self._to = to if isinstance(to, Guard) else Guard(to)
+        self._worker: Worker[Iterable[Record]] = Worker(
+            self._work, name=f"everyrank-{self.name}", capacity=capacity
+        )
+        self._closed = False
+
+    def write(self, record: Record) -> None:
+        """Queue one record."""
+        if self.name not in record.skip:
+            self._worker.put((record,))
+
+    def write_batch(self, batch: Batch) -> None:
+        """Queue a batch, which is cheaper than its records one by one."""
+        if self.name not in batch.skip:
+            self._worker.put(batch, len(batch))
+
+    def flush(self, seconds: float = 30.0) -> bool:
+        """Wait until what was written has reached the destination."""
+        return self._worker.flush(seconds)
+
+    def close(self, seconds: float = 30.0) -> bool:
+        """Flush, close the backend, end the thread."""
+        if self._closed:
+            return self._worker.idle
+        self._closed = True
+        if self._worker.forked:
+            return True  # the backend and what waits for it are the parent's
+        delivered = self._worker.close(seconds)
+        if delivered:
+            self._to.close()
+        else:
+            log.warning(
+                "the %s backend did not take %d records within %g s; they are in the run's log",
+                self.name,
+                self._worker.waiting,
+                seconds,
+            )
+        return delivered
+
+    def health(self) -> dict[str, int | str | None]:
+        """Count what waits and what failed."""
+        return {
+            "waiting": self._worker.waiting,
+            "failures": self._to.failures + self._worker.failures,
+            "last_failure": self._to.last_failure,
+        }
+
+    def _work(self, batches: list[Iterable[Record]]) -> None:
+        for batch in batches:
+            for record in batch:
+                self._to.write(record)
+        if batches:
+            self._to.flush()
+
+
+def _nothing() -> None:
+    """Stand in for the flush of a backend that writes through."""

@@ -1,0 +1,320 @@
+"""The run directory: the facts of a run in `run.json`, beside its log.
+
+    run = RunDirectory.open("runs/seven")       # made, or re-opened as the next generation
+    run.update(world_size=8, config=config)
+    run.write()
+
+`run.json` is written whole or not at all, so every reader at every moment finds valid JSON in it.
+Nothing in it is a secret: values under names such as `api_key` or `password` are written as "***".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everyrank import jsonlines
+from everyrank.errors import RunDirectoryError
+
+log = logging.getLogger("everyrank")
+
+_FACTS = "run.json"
+_HIDDEN = "***"
+_DEEPEST = 12
+_LONGEST_REPR = 500
+
+
+def mint_run_id() -> str:
+    """Make an id that sorts by time and differs from any other, such as 2026-11-19-062700-ab12."""
+    return f"{datetime.now().astimezone():%Y-%m-%d-%H%M%S}-{os.urandom(2).hex()}"
+
+
+class RunDirectory:
+    """One run on disk: its id, which life of it this is, and its facts.
+
+    `generation` is 0 in a new directory and one more than any before at each re-opening and each
+    step back. `facts` holds what `write` puts into `run.json`.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path = path
+        self.facts = facts
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], run_id: str | None = None) -> RunDirectory:
+        """Make the directory or re-open it; call on one rank.
+
+        Nothing is written yet, so an open log of another process can still refuse us first.
+        """
+        path = Path(path)
+        _prove_writable(path)
+        facts = _earlier_facts(path)
+        _check_run_id(path, facts.get("run_id"), run_id)
+        now = _now()
+        run = cls(
+            path,
+            {
+                "run_id": run_id or mint_run_id(),
+                "created": now,
+                "updated": now,
+                **facts,
+                "status": "running",
+            },
+        )
+        run.facts.setdefault("generations", [])
+        run._begin(_last_logged(path), None)  # rows may be newer than the facts of a killed run
+        return run
+
+    @property
+    def run_id(self) -> str:
+        """Give the name of the run, the same in all its lives."""
+        return str(self.facts["run_id"])
+
+    @property
+    def generation(self) -> int:
+        """Give the number that rows written now are marked with."""
+        return int(self.facts["generations"][-1]["generation"])
+
+    def begin_generation(self, after_step: int | None = None) -> int:
+        """Start the next generation: its rows supersede the earlier ones after `after_step`."""
+        return self._begin(-1, after_step)
+
+    def resumed(self, after_step: int) -> None:
+        """Note the step of the checkpoint from which the current generation goes on."""
+        self.facts["generations"][-1]["after_step"] = after_step
+
+    def update(self, **facts: Any) -> None:
+        """Replace facts by name, as JSON data, `config` without its secrets; `write` saves them."""
+        for name, fact in facts.items():
+            # Metrics may well be called `token` or `key`, so only a config hides what looks secret.
+            self.facts[name] = plain(fact, hide=name == "config")
+
+    def write(self) -> None:
+        """Put the facts on disk, whole or not at all."""
+        self.facts["updated"] = _now()
+        text = json.dumps(self.facts, indent=2, allow_nan=False)
+        target = self.path / _FACTS
+        draft = self.path / f".{_FACTS}.{os.getpid()}"
+        try:
+            with draft.open("w", encoding="ascii") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut could leave the name without the text
+            draft.replace(target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise _unusable(self.path, error) from error
+
+    def _begin(self, at_least_after: int, after_step: int | None) -> int:
+        generations = self.facts["generations"]
+        earlier = [int(entry["generation"]) for entry in generations]
+        generation = max([at_least_after, *earlier]) + 1
+        generations.append({"generation": generation, "after_step": after_step, "time": _now()})
+        return generation
+
+
+def _prove_writable(path: Path) -> None:
+    probe = path / f".writable.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()  # permission bits do not tell the truth for root and on network disks
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"The run directory `{path}` cannot be written: {error.strerror or error}. Make it "
+        "writable, or choose another one with outdir=."
+    )
+
+
+def _check_run_id(path: Path, found: str | None, wanted: str | None) -> None:
+    if found is not None and wanted is not None and found != wanted:
+        raise RunDirectoryError(
+            f"The run directory `{path}` holds the run {found!r}, not {wanted!r}. Choose another "
+            f"outdir=, or leave run_id= out to go on with {found!r}."
+        )
+
+
+def _earlier_facts(path: Path) -> dict[str, Any]:
+    """Read the facts of the earlier lives; a broken file is set aside, for its run must go on."""
+    file = path / _FACTS
+    try:
+        facts = json.loads(file.read_bytes())
+        if not (isinstance(facts["run_id"], str) and facts["generations"]):
+            raise ValueError("no run_id or generations")
+        for entry in facts["generations"]:
+            int(entry["generation"])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _unusable(path, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        aside = file.with_name(f"{_FACTS}.broken-{os.urandom(2).hex()}")
+        file.replace(aside)
+        log.warning("%s cannot be read (%r); it is kept as %s, and begun anew.", file, error, aside)
+        return {}
+    return dict(facts)
+
+
+def _last_logged(path: Path) -> int:
+    """Give the last generation in the logs beside run.json, -1 if none: they outlive its loss."""
+    found = -1
+    for file in path.glob("*.jsonl"):
+        with contextlib.suppress(OSError):  # whoever opens that log will say what is wrong with it
+            row = jsonlines.last(file)
+            found = max(found, row.generation if row is not None else -1)
+    return found
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+# ------------------------------------------------------------------------------------------ facts
+
+
+def surroundings() -> dict[str, Any]:
+    """Tell where this process runs: host, platform, versions, git. Imports nothing; never fails."""
+    return {
+        "hosts": [socket.gethostname()],
+        "pid": os.getpid(),
+        "platform": platform.platform(),
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Tell the versions of Python and of the packages in play, without importing one."""
+    found = {"python": platform.python_version()}
+    for name in ("everyrank", "numpy", "torch", "jax"):
+        version = getattr(sys.modules.get(name), "__version__", None) or _installed(name)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def _installed(name: str) -> str | None:
+    from importlib import metadata  # 10 ms that only a new run pays
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Tell commit, branch, and whether tracked files were changed; {} if git cannot say."""
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        answer = subprocess.run(  # noqa: S603 - fixed words
+            command,
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=2.0,
+            check=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not get in the user's way
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    head = dict(re.findall(r"^# branch\.(oid|head) (.+)$", answer, re.MULTILINE))
+    dirty = any(not line.startswith("#") for line in answer.splitlines())
+    return {"commit": head.get("oid"), "branch": head.get("head"), "dirty": dirty}
+
+
+# --------------------------------------------------------------------------------- plain and safe
+
+#: Names that hide everything under them.
+_SECRET = re.compile(
+    r"password|passwd|passphrase|secret|credential"
+    r"|(api|access|private|auth|ssh|bearer|refresh)_?(key|token)s?(_|$)"
+)
+#: Names that hide texts only: `eos_token_id` and `num_key_value_heads` are numbers.
+_SECRET_TEXT = re.compile(r"(^|_)(key|token)(_|$)")
+_IN_REPR = re.compile(
+    r"""(\w*(?:key|token|password|passwd|passphrase|secret|credential)\w*['"]?\s*[=:]\s*)"""
+    r"""('[^']*'|"[^"]*")""",
+    re.IGNORECASE,
+)
+
+
+def plain(value: Any, *, hide: bool = True, depth: int = 0) -> Any:
+    """Give any object as JSON data: secrets as "***", what JSON does not know as its repr."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return _plain_scalar(value)
+    if isinstance(value, np.generic):
+        return _plain_scalar(value.item()) if value.dtype.kind in "iufbU" else _repr(value)
+    if depth >= _DEEPEST:  # an object that holds itself, most likely
+        return _repr(value)
+    fields = _fields(value)
+    if fields is not None:
+        return {
+            str(name): _HIDDEN
+            if hide and _is_secret(str(name), item)
+            else plain(item, hide=hide, depth=depth + 1)
+            for name, item in fields.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, hide=hide, depth=depth + 1) for item in value]
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return _repr(value)
+
+
+def _plain_scalar(value: bool | float | str | None) -> Any:
+    if isinstance(value, str):
+        return str(value).encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return hex(value)  # readers stop at 64 bits, and Python at 4,300 decimal digits
+    return value
+
+
+def _fields(value: Any) -> Mapping[Any, Any] | None:
+    """Give what a config holds by name: a mapping, a dataclass, or argparse's namespace."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    if type(value).__name__ == "Namespace":
+        return dict(vars(value))
+    return None
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower()
+    if value is None:
+        return False
+    if _SECRET.search(words):
+        return True
+    return isinstance(value, str | bytes | list | tuple) and bool(_SECRET_TEXT.search(words))
+
+
+def _repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - the border: a user's __repr__ may do anything
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    text = _IN_REPR.sub(rf"\1'{_HIDDEN}'", text)
+    return text if len(text) <= _LONGEST_REPR else text[: _LONGEST_REPR - 3] + "..."

@@ -1,0 +1,249 @@
+"""A bounded queue and the one background thread that empties it.
+
+Training puts items in; the thread takes all that wait and hands them, in order, to `work`.
+
+* **Order.** Items are handed over in the order of `put`, each once, in lists.
+* **Cost.** `put` appends to a list and never wakes the thread unless it sleeps deeply: a wake-up
+  costs the caller more than the work (5-14 us where the append takes 0.2). While items come, the
+  thread looks every `tick` seconds by itself; after a quiet while it waits for the doorbell.
+* **Bound.** `put` counts sizes. Above `capacity` it waits until the thread has made room; this is
+  said once, and nothing is dropped.
+* **Failure.** What `work` raises is logged once for each kind, counted in `failures`, and the
+  thread goes on with the next items. Nothing is ever raised into the caller of `put`.
+* **Flush.** `flush(seconds)` returns True once everything put before it is handed over and `work`
+  has nothing unfinished (it returned None), False at the deadline.
+* **Close.** `close(seconds)` flushes, ends the thread and is idempotent. After it, and in a process
+  forked from this one, `put` does nothing.
+
+`work(items)` returns the seconds after which it wants to be called again though nothing was put, or
+None. Where wanting to be called and having something unfinished are two things, `unfinished` tells
+the latter. Sockets registered in `selector` wake the thread too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger("everyrank")
+
+#: How long the thread goes on looking by itself after the last item, before it sleeps deeply.
+_ATTENTIVE = 0.1
+
+_live: weakref.WeakSet[Worker] = weakref.WeakSet()  # type: ignore[type-arg]
+_watching = False
+
+
+class Worker(Generic[T]):
+    """Hand everything that is put to `work`, in order, on one background thread."""
+
+    def __init__(
+        self,
+        work: Callable[[list[T]], float | None],
+        *,
+        name: str,
+        capacity: int,
+        tick: float = 0.01,
+        unfinished: Callable[[], bool] | None = None,
+    ) -> None:
+        self.name = name
+        self.failures = 0
+        self.forked = False  # whether this is the copy in a forked child, where nothing runs
+        self.selector = selectors.DefaultSelector()
+        self._work = work
+        self._capacity = capacity
+        self._tick = tick
+        self._items: deque[tuple[T, int]] = deque()
+        self._put = 0  # sizes put and sizes worked off: the difference is what waits
+        self._done = 0
+        self._ask_unfinished = unfinished
+        self._unfinished = False
+        self._asleep = False
+        self._closed = False
+        self._stop = False
+        self._said: set[str] = set()
+        self._room = threading.Condition()
+        self._doorbell, self._ear = socket.socketpair()
+        for end in (self._doorbell, self._ear):
+            end.setblocking(False)
+        self.selector.register(self._ear, selectors.EVENT_READ)
+        _watch_forks(self)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """How much was put and is not worked off yet."""
+        return self._put - self._done
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and `work` has nothing unfinished."""
+        return self._put == self._done and not self._unfinished
+
+    def put(self, item: T, size: int = 1) -> None:
+        """Queue one item; waits only above capacity. One thread at a time may put."""
+        if self._closed:
+            return
+        self._put += size
+        self._items.append((item, size))
+        if self._asleep:
+            self.ring()
+        if self._put - self._done > self._capacity:
+            self._wait_for_room()
+
+    def ring(self) -> None:
+        """Wake the thread now."""
+        with contextlib.suppress(OSError):  # full means that it is ringing; closed, that we end
+            self._doorbell.send(b"\0")
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything put so far is worked off; False at the deadline."""
+        if self._closed or threading.current_thread() is self._thread:
+            return self.idle
+        target, deadline = self._put, time.monotonic() + seconds
+        self.ring()
+        with self._room:
+            self._room.wait_for(
+                lambda: (self._done >= target and not self._unfinished) or self._stop,
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+            # Not what wait_for says: ended by `close` at its deadline is not the same as done.
+            return self._done >= target and not self._unfinished
+
+    def close(self, seconds: float) -> bool:
+        """Flush, end the thread, and let go of everything; True if nothing was left behind."""
+        if self._closed:
+            return self.idle
+        flushed = self.flush(seconds)
+        with self._room:
+            self._closed = self._stop = True
+            self._room.notify_all()  # whoever waits for room, or in a flush, would wait on
+        self.ring()
+        # A work function that hangs must not hang us: the thread is a daemon and ends with us.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=max(1.0, min(seconds, 5.0)))
+        if not self._thread.is_alive():
+            self._release()
+        return flushed
+
+    def _wait_for_room(self) -> None:
+        if threading.current_thread() is self._thread:
+            return
+        self._say(
+            "full",
+            logging.WARNING,
+            "%s is behind: %d values wait, the bound is %d. Updates wait for room from here on; "
+            "a larger sync_every makes each step cheaper.",
+            self.name,
+            self.waiting,
+            self._capacity,
+        )
+        self.ring()
+        with self._room:
+            # Half empty, so that the caller does not come back for the very next item.
+            self._room.wait_for(lambda: self._put - self._done <= self._capacity // 2 or self._stop)
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            with self._room:  # whatever ended the thread, nobody may wait for it any longer
+                self._stop = True
+                self._room.notify_all()
+
+    def _loop(self) -> None:
+        last_item = time.monotonic()
+        while not self._stop:
+            items, size = self._take()
+            wait = self._guarded(items)
+            with self._room:
+                self._done += size
+                self._unfinished = (
+                    self._ask_unfinished() if self._ask_unfinished else wait is not None
+                )
+                self._room.notify_all()
+            now = time.monotonic()
+            if items:
+                last_item = now
+            self._sleep(wait, attentive=now - last_item < _ATTENTIVE)
+
+    def _take(self) -> tuple[list[T], int]:
+        items: list[T] = []
+        size = 0
+        while self._items:
+            item, one = self._items.popleft()
+            items.append(item)
+            size += one
+        return items, size
+
+    def _guarded(self, items: list[T]) -> float | None:
+        try:
+            return self._work(items)
+        except Exception as error:  # noqa: BLE001 - the border: training must not see a failure here
+            self.failures += 1
+            self._say(
+                type(error).__name__,
+                logging.ERROR,
+                "%s failed and goes on without these values: %s: %s",
+                self.name,
+                type(error).__name__,
+                error,
+                trace=True,
+            )
+            return None
+
+    def _sleep(self, wait: float | None, *, attentive: bool) -> None:
+        if attentive:
+            wait = self._tick if wait is None else min(wait, self._tick)
+        else:
+            self._asleep = True
+            if self._items:  # put between our last look and the line above rang no bell
+                self._asleep = False
+                return
+        self.selector.select(wait)
+        self._asleep = False
+        with contextlib.suppress(BlockingIOError):
+            self._ear.recv(4096)
+
+    def _say(self, key: str, level: int, message: str, *args: object, trace: bool = False) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            log.log(level, message, *args, exc_info=trace)
+
+    def _release(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.selector.close()
+        self._doorbell.close()
+
+    def _forked(self) -> None:
+        """Become inert in a forked child: the thread is not here, and the sockets are not ours."""
+        self._closed = self._stop = self.forked = True
+        self._release()
+
+
+def _watch_forks(worker: Worker[T]) -> None:
+    """Make the copies in a forked child inert; registered with the first worker, not at import."""
+    global _watching
+    if not _watching:
+        os.register_at_fork(after_in_child=_after_fork)
+        _watching = True
+    _live.add(worker)
+
+
+def _after_fork() -> None:
+    for worker in list(_live):
+        worker._forked()
+    _live.clear()
