@@ -1,0 +1,95 @@
+"""Which step an update belongs to, and whether the run has gone back.
+
+Steps are given, or counted from 0. An update that is given none belongs to the current step if that
+step has none of its names yet, and begins the next one otherwise, so that losses and evaluations
+that are handed over one after the other share a step.
+
+A name that comes at an earlier step than before is a rewind: its later values are superseded. A name
+that the current step merely did not have, such as an evaluation that arrives late, is none.
+
+    >>> steps = Steps()
+    >>> loss, accuracy = frozenset({"loss"}), frozenset({"eval/accuracy"})
+    >>> [steps.place(loss, None), steps.place(accuracy, None), steps.place(loss, None)]
+    [0, 0, 1]
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from everyrank.errors import MetricError
+from everyrank.stage import framework_of
+
+Names = frozenset[str]
+
+_INT64 = 2**63
+
+
+class Steps:
+    """The steps of one run so far; sets of names are compared by identity first, so keep them."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        self.rewinds = 0
+        self._reached: dict[Names, int] = {}  # the step that each set of names has come to
+        self._here: list[Names] = []  # the sets of names that the current step has
+
+    def place(self, names: Names, given: int | None) -> int:
+        """Give the step of an update with these names, and note whether it goes back."""
+        last = self.last
+        if given is None:
+            step = 0 if last is None else last + self._is_next(names)
+        else:
+            step = given
+        if last is None or step > last:
+            self.last = step
+            self._here = [names]
+        elif step < last:
+            self._go_back(names, step)
+        else:
+            self._here.append(names)
+        self._reached[names] = step
+        return step
+
+    def resume(self, step: int) -> None:
+        """Go on after `step`, as from a checkpoint."""
+        self.last = step
+        self._reached.clear()
+        # Whatever comes next is the next step, unless it says otherwise.
+        self._here = [_EVERYTHING]
+
+    def _is_next(self, names: Names) -> bool:
+        return any(here is _EVERYTHING or not names.isdisjoint(here) for here in self._here)
+
+    def _go_back(self, names: Names, step: int) -> None:
+        shared = [other for other in self._reached if not names.isdisjoint(other)]
+        if any(self._reached[other] > step for other in shared):
+            self.rewinds += 1
+            self.last = step
+            self._here = [names]
+            for other in shared:
+                self._reached[other] = min(self._reached[other], step)
+
+
+#: Stands for all names: after a resume no update belongs to the step of the checkpoint.
+_EVERYTHING: Names = frozenset({""})
+
+
+def as_step(value: Any) -> int:
+    """Give a step as an int, or say why it is none; never reads a device."""
+    if framework_of(type(value)):
+        raise MetricError(
+            f"step is a {type(value).__name__}, which would have to be read from its device. Count "
+            "steps on the host, and hand over an int."
+        )
+    try:
+        step = int(value) if isinstance(value, float) else operator.index(value)
+    except (TypeError, ValueError, OverflowError):
+        step = None
+    if step is None or isinstance(value, bool) or step != value or not -_INT64 <= step < _INT64:
+        raise MetricError(
+            f"step={value!r} is a {type(value).__name__}, and no whole number of 64 bits. Hand over "
+            "an int, or leave it out to have steps counted."
+        )
+    return step
