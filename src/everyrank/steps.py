@@ -38,16 +38,13 @@ class Steps:
     def place(self, names: Names, given: int | None) -> int:
         """Give the step of an update with these names, and note whether it goes back."""
         last = self.last
-        if given is None:
-            step = 0 if last is None else last + self._is_next(names)
-        else:
-            step = given
+        step = self._count(names) if given is None else given
         if last is None or step > last:
             self.last = step
             self._here = [names]
         elif step < last:
             self._go_back(names, step)
-        else:
+        elif names not in self._here:
             self._here.append(names)
         self._reached[names] = step
         return step
@@ -59,8 +56,12 @@ class Steps:
         # Whatever comes next is the next step, unless it says otherwise.
         self._here = [_EVERYTHING]
 
-    def _is_next(self, names: Names) -> bool:
-        return any(here is _EVERYTHING or not names.isdisjoint(here) for here in self._here)
+    def _count(self, names: Names) -> int:
+        if self.last is None:
+            return 0
+        return self.last + any(
+            here is _EVERYTHING or not names.isdisjoint(here) for here in self._here
+        )
 
     def _go_back(self, names: Names, step: int) -> None:
         shared = [other for other in self._reached if not names.isdisjoint(other)]

@@ -1,16 +1,23 @@
 """What `update` returns: a text that is worked out when somebody prints it.
 
-    >>> str(Summary(lambda: "step=0 loss=0.250000"))
+    >>> str(history.update({"loss": 0.25}))
     'step=0 loss=0.250000'
+
+It holds the values of the update as they were, and the statistics over ranks if its window is
+closed: these are waited for a little, since printing is asking for them.
 """
 
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from everyrank.records import Description, show
+from everyrank.records import STATISTIC, Description, show
+from everyrank.window import Row, values_of
+
+if TYPE_CHECKING:
+    from everyrank.run import Run
 
 _NO_DESCRIPTION = Description()
 
@@ -21,15 +28,18 @@ class Summary(UserString):
     Until it is looked at it costs nothing: no device is read and no other rank is asked.
     """
 
-    def __init__(self, tell: Callable[[], str]) -> None:  # not UserString's: that wants the text
-        self._tell: Callable[[], str] | None = tell
+    def __init__(self, run: Run, row: Row, precision: int) -> None:  # not UserString's: no text yet
+        self._run: Run | None = run
+        self._row = row
+        self._precision = precision
         self._text = ""
 
     @property
     def data(self) -> str:  # type: ignore[override]
         """The text, from the first look on always the same."""
-        if self._tell is not None:
-            self._text, self._tell = self._tell(), None
+        if self._run is not None:
+            run, self._run = self._run, None
+            self._text = _tell(run, self._row, self._precision)
         return self._text
 
     def __format__(self, spec: str) -> str:
@@ -46,6 +56,12 @@ def line(
     """Write out one step: floats with exactly `precision` decimals, or in their declared format."""
     words = [f"step={step}"]
     for name, value in values.items():
-        form = descriptions.get(name, _NO_DESCRIPTION).format
+        form = descriptions.get(STATISTIC.sub("", name), _NO_DESCRIPTION).format
         words.append(f"{name}={show(value, precision=precision, format=form)}")
     return " ".join(words)
+
+
+def _tell(run: Run, row: Row, precision: int) -> str:
+    record = run.flow.recorded(row)
+    values = values_of(row) if record is None else record.values
+    return line(row.step, values, precision=precision, descriptions=run.descriptions)

@@ -7,8 +7,9 @@ thread packs a closed window into batches: one matrix for each run of steps that
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ class Layout:
     """What one kind of call looks like; compared by identity."""
 
     names: tuple[str, ...]  # one for each value; "step" among them if it was in the dict
+    types: tuple[type, ...]
+    metric_names: frozenset[str]  # without "step"
     step_at: int | None
     plain: bool  # numbers of the host only: a tuple of them is already a copy
     kinds: tuple[Kind, ...]
@@ -61,7 +64,7 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
     numbers_at: list[int] = []
     plain = True
     for i, (name, value) in enumerate(metrics.items()):
-        _check_name(name)
+        check_name(name)
         if name == "step":
             continue
         kind = _host_kind(value)
@@ -77,19 +80,37 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
         elif not isinstance(value, str | None):
             raise _no_metric(name, value)
     names = tuple(metrics)
-    step_at = names.index("step") if "step" in metrics else None
-    return Layout(names, step_at, plain, tuple(kinds), tuple(numbers_at), staged, tuple(arrays))
+    return Layout(
+        names=names,
+        types=tuple(map(type, metrics.values())),
+        metric_names=frozenset(names) - {"step"},
+        step_at=names.index("step") if "step" in metrics else None,
+        plain=plain,
+        kinds=tuple(kinds),
+        columns=tuple(numbers_at),
+        staged=staged,
+        arrays=tuple(arrays),
+    )
 
 
-def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give the leaves of nested dicts, their keys joined with `/`."""
-    for key, value in metrics.items():
-        if not isinstance(key, str):
+def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Give nested dicts as one, their keys joined with `/`."""
+    flat: dict[str, Any] = {}
+    for name, value in _leaves(metrics, ""):
+        if name in flat:
             raise MetricError(
-                f"the key {key!r} is a {type(key).__name__}, but names are text: use {str(key)!r}."
+                f"the key {name!r} comes twice: once as it is, and once from a dict in the dict. "
+                "Rename one of the two."
             )
+        flat[name] = value
+    return flat
+
+
+def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in metrics.items():
+        _check_text(key)
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}/")
+            yield from _leaves(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 
@@ -99,6 +120,7 @@ class Window:
 
     def __init__(self, slots: int) -> None:
         self.rows: list[Row] = []
+        self.generation = 0
         self._slots = slots
         self._stages: dict[str, Stage] = {}
 
@@ -128,24 +150,48 @@ class Window:
         """Say whether every value has reached the host."""
         blocks = {id(p.block): p.block for row in self.rows for p in row.parts}
         # Each is asked, since asking is what starts its copy.
-        return all([block.ready() for block in blocks.values()])
+        states = [block.ready() for block in blocks.values()]
+        return all(states)
 
 
-def pack(rows: list[Row]) -> Iterator[Batch]:
+def pack(rows: Iterable[Row]) -> Iterator[Batch]:
     """Give the rows as batches, one for each run of steps that look alike."""
-    fetched: dict[int, NDArray[Any]] = {}
+    return _pack(rows, _Fetched())
+
+
+def values_of(row: Row) -> dict[str, Any]:
+    """Give the values of one row as a record has them; waits for the device if they are there."""
+    (batch,) = _pack([row], _peek)
+    return dict(next(iter(batch)).values)
+
+
+#: How the staged values of some slots come to the host, as one row for each.
+_Read = Callable[[Block, list[int]], NDArray[Any]]
+
+
+class _Fetched:
+    """The blocks that were read so far: each is fetched once, whoever's rows it holds."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, tuple[Block, NDArray[Any]]] = {}
+
+    def __call__(self, block: Block, slots: list[int]) -> NDArray[Any]:
+        if id(block) not in self._blocks:
+            self._blocks[id(block)] = (block, block.fetch())  # the block, so that its id stays its
+        return self._blocks[id(block)][1][slots]
+
+
+def _peek(block: Block, slots: list[int]) -> NDArray[Any]:
+    return np.stack([block.peek(slot) for slot in slots])
+
+
+def _pack(rows: Iterable[Row], read: _Read) -> Iterator[Batch]:
     for (layout, skip, _), run in groupby(rows, key=_look):
         alike = list(run)
         if layout.plain:
             yield _pack_plain(layout, skip, alike)
         else:
-            yield from _pack_mixed(skip, alike, fetched)
-
-
-def values_of(row: Row) -> dict[str, Any]:
-    """Give the values of one row as a record has them; waits for the device if they are there."""
-    (batch,) = pack([row])
-    return dict(next(iter(batch)).values)
+            yield from _pack_mixed(skip, alike, read)
 
 
 def _look(row: Row) -> tuple[Layout, frozenset[str], tuple[tuple[int, Any], ...]]:
@@ -169,16 +215,14 @@ def _pack_plain(layout: Layout, skip: frozenset[str], rows: list[Row]) -> Batch:
     return _batch(rows, names, numbers, layout.kinds, extras, skip)
 
 
-def _pack_mixed(
-    skip: frozenset[str], rows: list[Row], fetched: dict[int, NDArray[Any]]
-) -> Iterator[Batch]:
+def _pack_mixed(skip: frozenset[str], rows: list[Row], read: _Read) -> Iterator[Batch]:
     """Pack rows with device values, arrays or texts, by columns."""
     layout = rows[0].layout
     columns: dict[int, list[Any] | NDArray[Any]] = {
         i: [row.values[i] for row in rows] for i, name in enumerate(layout.names) if name != "step"
     }
     for at, part in enumerate(rows[0].parts):
-        data = _fetch(part.block, fetched)[[row.parts[at].slot for row in rows]]
+        data = read(part.block, [row.parts[at].slot for row in rows])
         for column, start, shape in part.places:
             if shape == ():
                 columns[column] = data[:, start]
@@ -190,7 +234,7 @@ def _pack_mixed(
         kinds = [tuple(_host_kind(columns[i][r]) for i in layout.arrays) for r in range(len(rows))]
         if len(set(kinds)) > 1:
             for row in rows:
-                yield from _pack_mixed(skip, [row], fetched)
+                yield from _pack_mixed(skip, [row], read)
             return
     yield _from_columns(layout, skip, rows, columns)
 
@@ -212,7 +256,7 @@ def _from_columns(
             for r, value in enumerate(column):
                 extras.setdefault(r, {})[name] = value
             continue
-        floats = np.array([_as_float(v) for v in column])
+        floats = _floats(column)
         if kind == "int":
             _keep_exact(floats, 0, name, [(v,) for v in column], extras)
         names.append(name)
@@ -247,12 +291,6 @@ def _keep_exact(
         extras.setdefault(int(r), {})[name] = int(values[r][column])
 
 
-def _fetch(block: Block, fetched: dict[int, NDArray[Any]]) -> NDArray[Any]:
-    if id(block) not in fetched:
-        fetched[id(block)] = block.fetch()
-    return fetched[id(block)]
-
-
 def _host_kind(value: Any) -> Kind | None:
     """Say what kind of number of the host this is, or None."""
     if isinstance(value, bool | np.bool_):
@@ -275,13 +313,17 @@ def _is_decimal(value: Any) -> bool:
     return type(value).__module__ == "decimal" and type(value).__name__ == "Decimal"
 
 
+def _floats(column: list[Any] | NDArray[Any]) -> NDArray[np.float64]:
+    if isinstance(column, np.ndarray):  # of a device, all of one type
+        return column.astype(np.float64)
+    return np.array([_as_float(value) for value in column])
+
+
 def _as_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an int beyond the range of a float64
-        return float("inf") if value > 0 else float("-inf")
-    except TypeError:  # a text in a column of numbers cannot be: layouts go by type
-        return float("nan")
+        return math.inf if value > 0 else -math.inf
 
 
 def _copied(name: str, value: Any) -> Any:
@@ -302,7 +344,16 @@ def _copied(name: str, value: Any) -> Any:
     return array.astype(np.float64) if _is_low_float(array.dtype) else array
 
 
-def _check_name(name: str) -> None:
+def _check_text(name: Any) -> None:
+    if not isinstance(name, str):
+        raise MetricError(
+            f"the key {name!r} is a {type(name).__name__}, but names are text: use {str(name)!r}."
+        )
+
+
+def check_name(name: Any) -> None:
+    """Refuse what cannot be the name of a metric."""
+    _check_text(name)
     if name in ROW_KEYS and name != "step":
         raise MetricError(
             f"the key {name!r} is a column of every record already. Choose another, for example "

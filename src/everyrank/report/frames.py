@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from everyrank.errors import MissingPackage
+from everyrank.errors import MissingPackage, OptionError
 from everyrank.records import STATISTIC
 
 if TYPE_CHECKING:
@@ -87,6 +87,23 @@ def to_xarray(columns: Columns, attrs: Mapping[str, Any] | None = None) -> xr.Da
     # One text: netCDF 3, which is what xarray writes where there is scipy alone, has no lists.
     about = {"left_out": ", ".join(left_out)} if left_out else {}
     return xr.Dataset(data, coords=coords, attrs={**(attrs or {}), **about})
+
+
+def after_warmup(dataset: xr.Dataset, warmup: float) -> xr.Dataset:
+    """Leave out the first steps of each group: a fraction below 1, or a number of them.
+
+        >>> after_warmup(dataset, 0.05).sizes
+    """
+    if not warmup >= 0:
+        raise OptionError(
+            f"warmup={warmup!r} must be a fraction below 1, or a number of steps from 1 on. "
+            "warmup=0.05 leaves out the first twentieth."
+        )
+    steps = [name for name in dataset.coords if "group" in dataset.coords[name].attrs]
+    drop = {
+        name: int(warmup * dataset.sizes[name]) if warmup < 1 else int(warmup) for name in steps
+    }
+    return dataset.isel({name: slice(n, None) for name, n in drop.items()})
 
 
 def _union(every: Iterable[Series]) -> NDArray[np.int64]:

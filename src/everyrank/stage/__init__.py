@@ -35,6 +35,10 @@ class Block(Protocol):
         """Give one row for each slot as float64, int64 or bool."""
         ...
 
+    def peek(self, slot: int) -> NDArray[Any]:
+        """Give one row, also while the window is open; waits for the device."""
+        ...
+
 
 class Place(NamedTuple):
     """Where one value of an update lies in a row of its block."""

@@ -44,6 +44,11 @@ class JaxBlock:
         whole = np.issubdtype(values.dtype, np.integer) and values.dtype != np.uint64
         return values.astype(np.int64 if whole else np.float64)
 
+    def peek(self, slot: int) -> NDArray[Any]:
+        """Give that row; waits for the device."""
+        row: NDArray[Any] = self.fetch()[slot]
+        return row
+
 
 class JaxStage:
     """The JAX values of one open window."""

@@ -26,8 +26,9 @@ class TorchBlock:
     """Rows of equal dtype on one device."""
 
     def __init__(self, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.buffer = torch.empty((slots, size), dtype=dtype, device=device)
-        self.rows = self.buffer.unbind(0)
+        with torch.inference_mode(False):  # or an evaluation's block could not be written later
+            self.buffer = torch.empty((slots, size), dtype=dtype, device=device)
+            self.rows = self.buffer.unbind(0)
         self.used = 0
         self._streams: set[torch.cuda.Stream] = set()
         self._sealed: list[torch.cuda.Event] = []
@@ -62,36 +63,27 @@ class TorchBlock:
         if self._copied is not None:
             self._copied.synchronize()
         assert self._host is not None
-        host = self._host[: self.used]
-        if host.is_floating_point():
-            host = host.to(torch.float64)
-        elif host.dtype not in (torch.bool, torch.uint64):
-            host = host.to(torch.int64)
-        values: NDArray[Any] = host.cpu().numpy()
-        return values.astype(np.float64) if values.dtype == np.uint64 else values
+        return _as_numpy(self._host[: self.used])
+
+    def peek(self, slot: int) -> NDArray[Any]:
+        """Read one row now, also of a window that is still open; waits for the device."""
+        # A copy of its own: the window's copy belongs to the background thread.
+        return _as_numpy(self.rows[slot].cpu())
 
     def _start_copy(self) -> None:
         device = self.buffer.device
         stream = _copy_streams.get(device)
         if stream is None:
             stream = _copy_streams[device] = torch.cuda.Stream(device)
-        for event in self._sealed or self._late_events():
+        for event in self._sealed:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             used = self.buffer[: self.used]
-            self._host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
-            self._host.copy_(used, non_blocking=True)
+            host = torch.empty(used.shape, dtype=used.dtype, device="cpu", pin_memory=True)
+            host.copy_(used, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(stream)
-
-    def _late_events(self) -> list[torch.cuda.Event]:
-        """Read a window that is still open, because somebody prints it."""
-        events = []
-        for stream in self._streams:
-            event = torch.cuda.Event()
-            event.record(stream)
-            events.append(event)
-        return events
+        self._host = host
 
 
 class TorchStage:
@@ -100,6 +92,7 @@ class TorchStage:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._blocks: dict[Any, TorchBlock] = {}
+        self._opened: list[TorchBlock] = []
         self._places: dict[Any, tuple[Place, ...]] = {}
 
     def add(self, columns: Sequence[int], names: Sequence[str], values: list[Any]) -> list[Part]:
@@ -117,7 +110,7 @@ class TorchStage:
 
     def seal(self) -> None:
         """Record the end of the window on the streams that made the values."""
-        for block in self._blocks.values():
+        for block in self._opened:
             block.seal()
 
     def _scalar_places(self, columns: Sequence[int]) -> tuple[Place, ...]:
@@ -152,14 +145,26 @@ class TorchStage:
 
     def _block(self, key: Any, size: int, like: torch.Tensor) -> TorchBlock:
         block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = TorchBlock(self._slots, size, like.dtype, like.device)
+        # A block is full early when updates were refused after their copy; the next one takes over.
+        if block is None or block.used == self._slots:
+            block = TorchBlock(self._slots, size, like.dtype, like.device)
+            self._blocks[key] = block
+            self._opened.append(block)
         return block
 
 
 def open_stage(slots: int) -> TorchStage:
     """Open a stage for a window of `slots` updates."""
     return TorchStage(slots)
+
+
+def _as_numpy(host: torch.Tensor) -> NDArray[Any]:
+    if host.is_floating_point():
+        host = host.to(torch.float64)
+    elif host.dtype not in (torch.bool, torch.uint64):
+        host = host.to(torch.int64)
+    values: NDArray[Any] = host.cpu().numpy()
+    return values.astype(np.float64) if values.dtype == np.uint64 else values
 
 
 def _plain(values: list[Any]) -> bool:

@@ -1,0 +1,255 @@
+"""What becomes of a closed window on the background thread: packed, reduced, kept, handed out.
+
+    windows -> pack -> ranks -> columns -> backends
+
+* **Order.** Windows are taken in the order in which they were closed; one whose values are still on
+  their way from a device holds back those behind it. A record is in the columns before any backend
+  sees it, and each backend sees every record once, in the order of the run.
+* **Together.** All windows that are ready are packed into as few batches as their names allow, and
+  reduced together: who is behind catches up at a fraction of the price.
+* **Bound.** What was handed on and is in no column yet counts, also while it waits for other ranks.
+  Above the bound `update` waits; nothing is dropped.
+* **Deadline.** Other ranks are waited for no longer than their `timeout` (see `ranks.base`), so a
+  window is always answered. `settle` and `close` end at their own deadline.
+* **Failure.** What goes wrong here is logged once and counted; training sees none of it.
+* **Close.** `close(seconds)` hands on what is open, says goodbye to the other ranks, waits for what
+  is unfinished, then closes every backend. It is idempotent, and does nothing in a forked child.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from everyrank.backends.background import Background
+from everyrank.backends.per_rank import PerRank
+from everyrank.columns import Columns
+from everyrank.intake import Intake
+from everyrank.ranks.base import Ranks
+from everyrank.ranks.local import Alone
+from everyrank.records import Batch, Record, merged
+from everyrank.window import Row, Window, pack
+from everyrank.worker import Worker
+
+log = logging.getLogger("everyrank")
+
+#: So many values may wait: about 20 MB of Python floats.
+_CAPACITY = 1 << 18
+
+#: While a device still works on values, we look again after this many seconds.
+_DEVICE_TICK = 0.001
+
+#: Printing and reading wait this long for other ranks; each time in vain, half as long the next.
+_PATIENCE = 1.0
+
+#: Without other ranks only our own thread is waited for, which is a matter of milliseconds.
+_LOCAL_PATIENCE = 60.0
+
+Order = Callable[[], object]
+
+
+class Flow:
+    """The background half of a History: from closed windows to columns and backends."""
+
+    def __init__(
+        self,
+        *,
+        ranks: Callable[[Any], Ranks],
+        columns: Columns,
+        sync_every: int,
+        generation: int,
+        went_back: Callable[[int, int], int],
+        backends: Sequence[Background],
+        per_rank: PerRank | None = None,
+    ) -> None:
+        self.columns = columns
+        self.backends = tuple(backends)
+        self.closed = False
+        self.intake = Intake(
+            self._put, sync_every=sync_every, generation=generation, went_back=went_back
+        )
+        self._per_rank = per_rank
+        self._queue: deque[Window | Order] = deque()
+        self._width = 1  # values of the row that was started last
+        self._after: dict[int, int] = {}  # of generations to come, the step after which they go on
+        self._asked = False  # another rank wants what we have, and training held the lock
+        self._recent: deque[Batch] = deque(maxlen=64)
+        self._patience = _PATIENCE
+        self._closing = threading.Lock()
+        self._delivered = True
+        selector = selectors.DefaultSelector()
+        self.ranks = ranks(selector)
+        self._worker: Worker[Window | Order] = Worker(
+            self._work,
+            name="everyrank",
+            capacity=_CAPACITY,
+            unfinished=self._unfinished,
+            selector=selector,
+        )
+
+    def order(self, order: Order) -> None:
+        """Have something done on the background thread, behind everything handed on before it."""
+        self._worker.put(order)
+
+    def supersede(self, generation: int, after_step: int) -> None:
+        """Note that the rows of this generation supersede earlier ones past a step."""
+        self._after[generation] = after_step
+
+    def settle(self, seconds: float) -> bool:
+        """Hand on what is open, here and on other ranks, and wait until it is recorded."""
+        self.intake.hand_over()
+        self._worker.put(self.ranks.request_flush)
+        return self._worker.flush(seconds)
+
+    def settle_a_little(self) -> bool:
+        """Settle for somebody who reads or prints, without ever making a habit of waiting.
+
+        Others may have to wait for this very rank before they can report, so each wait in vain
+        halves the next: two seconds altogether, and not two seconds a line.
+        """
+        self.intake.hand_over()
+        self._worker.put(self.ranks.request_flush)
+        return self._wait_a_little()
+
+    def recorded(self, row: Row) -> Record | None:
+        """Give the record of a recent row if it is there; waits a little if it is on its way."""
+        found = self._look_up(row)
+        if found is None and not self.intake.holds(row):
+            self._wait_a_little()
+            found = self._look_up(row)
+        return found
+
+    def close(self, seconds: float) -> bool:
+        """Record and deliver everything, and end; True if nothing was left behind."""
+        with self._closing:
+            if not self.closed and not self.forked:
+                self.closed = True
+                self._delivered = self._close(seconds)
+            return self._delivered
+
+    def health(self) -> dict[str, Any]:
+        """Count what a person may ask."""
+        outlets = self._outlets()
+        return {
+            "waiting": self._worker.waiting,
+            "unfinished_rows": self.ranks.unfinished,
+            "failures": self._worker.failures,
+            **self.ranks.health(),
+            "backends": {outlet.name: outlet.health() for outlet in outlets},
+        }
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks to reduce with."""
+        return isinstance(self.ranks, Alone)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is the copy in a forked child, which records nothing."""
+        return self._worker.forked
+
+    # ---------------------------------------------------------------- on the background thread
+
+    def _work(self, items: list[Window | Order]) -> float | None:
+        self._queue.extend(items)
+        if self._asked or self.ranks.flush_requested():
+            self._asked = not self.intake.hand_over(wait=False)
+        self._take_in()
+        for batch in merged(self.ranks.poll()):
+            self._hand_out(batch)
+        hints = [self.ranks.wait, _DEVICE_TICK if self._queue or self._asked else None]
+        return min((hint for hint in hints if hint is not None), default=None)
+
+    def _take_in(self) -> None:
+        """Start the reduction of every window that is ready; carry out the orders in between."""
+        windows: list[Window] = []
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, Window):
+                if not head.ready():
+                    break
+                windows.append(head)
+            else:
+                self._start(windows)
+                windows = []
+                head()
+            self._queue.popleft()
+        self._start(windows)
+
+    def _start(self, windows: Iterable[Window]) -> None:
+        batches = (
+            replace(batch, generation=window.generation)
+            for window in windows
+            for batch in pack(window.rows)
+        )
+        for batch in merged(batches):
+            self._width = len(batch.names) or 1
+            if self._per_rank is not None:
+                self._per_rank.write_batch(batch)
+            self.ranks.start(batch)
+
+    def _hand_out(self, batch: Batch) -> None:
+        # With the first of its rows, since those before it may still be on their way until then.
+        for generation in [g for g in self._after if g <= batch.generation]:
+            self.columns.rewind(self._after.pop(generation))
+        self.columns.append(batch)
+        self._recent.append(batch)
+        for backend in self.backends:
+            backend.write_batch(batch)
+
+    def _unfinished(self) -> int:
+        waiting = sum(window_size(w) for w in self._queue if isinstance(w, Window))
+        return waiting + self.ranks.unfinished * self._width + self._asked
+
+    # ---------------------------------------------------------------- on the training thread
+
+    def _outlets(self) -> list[Background | PerRank]:
+        return [*self.backends, *([self._per_rank] if self._per_rank else [])]
+
+    def _put(self, window: Window) -> None:
+        self._worker.put(window, window_size(window))
+
+    def _wait_a_little(self) -> bool:
+        recorded = self._worker.flush(_LOCAL_PATIENCE if self.alone else self._patience)
+        self._patience = _PATIENCE if recorded else self._patience / 2
+        return recorded
+
+    def _look_up(self, row: Row) -> Record | None:
+        for batch in reversed(self._recent.copy()):
+            # By time as well: a step may be recorded by several updates.
+            at = np.flatnonzero((batch.steps == row.step) & (batch.times == row.time))
+            if len(at):
+                return next(iter(batch.part(int(at[0]), int(at[0]) + 1)))
+        return None
+
+    def _close(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        self.intake.leftover()
+        self.intake.hand_over()
+        self._worker.put(self.ranks.leave)
+        finished = self._worker.close(seconds)
+        if not finished:
+            log.warning(
+                "%d values were not recorded within %g s: they are lost.",
+                self._worker.waiting,
+                seconds,
+            )
+        if not self._worker.alive:
+            self.ranks.close()
+        for outlet in self._outlets():
+            # One that hangs has used up the time, but not that of the others.
+            finished &= outlet.close(max(1.0, deadline - time.monotonic()))
+        return finished
+
+
+def window_size(window: Window) -> int:
+    """Count the values of a window, by its last row."""
+    return len(window.rows) * (window.rows[-1].layout.size or 1)

@@ -1,0 +1,172 @@
+"""What `update` does on the training thread, and all that it does.
+
+An update is looked up (which layout), placed (which step), copied (where its values lie) and added
+to the open window; a full window is sealed and handed on. Nothing here reads a device value, opens a
+file, talks to another rank or wakes a thread.
+
+* **Order.** Windows are handed on in the order of the updates, whichever threads made them.
+* **Lock.** Updates, notes and `hand_over` exclude one another. The background thread asks for the
+  lock without waiting: whoever holds it may be waiting for that very thread to make room.
+* **Refusal.** An update that raises leaves everything as it was: no step is used up, no note is lost.
+* **Rewind.** An update that goes back closes the window first, so that a window is of one generation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from time import time
+from typing import Any
+
+from everyrank.errors import MetricError
+from everyrank.steps import Steps, as_step
+from everyrank.window import Layout, Row, Window, flatten, learn
+
+_NOTHING: frozenset[str] = frozenset()
+_MOST_LAYOUTS = 4096  # a program whose calls never look alike must not fill memory with layouts
+
+
+class Intake:
+    """The open window, and the way into it."""
+
+    def __init__(
+        self,
+        hand_on: Callable[[Window], None],
+        *,
+        sync_every: int,
+        generation: int = 0,
+        went_back: Callable[[int, int], int],
+    ) -> None:
+        self.steps = Steps()
+        self.generation = generation
+        self._hand_on = hand_on
+        self._went_back = went_back  # (from, to) -> the generation from here on
+        self._sync_every = sync_every
+        self._lock = threading.Lock()
+        self._window = Window(sync_every)
+        self._window.generation = generation
+        self._notes: dict[str, Any] = {}
+        self._layout = learn({})
+        self._layouts: dict[tuple[Any, ...], Layout | None] = {}
+
+    def add(
+        self, metrics: Mapping[str, Any], step: Any = None, skip: frozenset[str] = _NOTHING
+    ) -> Row:
+        """Copy one update into the open window, and give it as it stands there."""
+        if self._notes:
+            return self._add_with_notes(metrics, step, skip)
+        return self._add(metrics, step, skip)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a value for the next update; the later of two of one name counts."""
+        learn({name: value})  # say what is wrong with it now, to whoever noted it
+        with self._lock:
+            self._notes[name] = value
+
+    def hand_over(self, *, wait: bool = True) -> bool:
+        """Hand on what the open window holds; False if the lock was not free at once."""
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            if self._window.rows:
+                self._close()
+            return True
+        finally:
+            self._lock.release()
+
+    def holds(self, row: Row) -> bool:
+        """Say whether a row is still in the open window."""
+        return any(row is other for other in self._window.rows.copy())
+
+    def leftover(self) -> None:
+        """Give notes that no update followed a row of their own, at the last step."""
+        if self._notes:
+            self.add({})
+
+    def resume(self, step: int, generation: int) -> None:
+        """Go on after `step`; what is open belongs to the life before."""
+        with self._lock:
+            if self._window.rows:
+                self._close()
+            self.steps.resume(step)
+            self.generation = generation
+
+    def _add(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):
+            raise MetricError(
+                f"metrics={metrics!r} is a {type(metrics).__name__}, and no dict. Hand over names "
+                'with their values, for example {"loss": loss}.'
+            )
+        layout = self._layout
+        values = tuple(metrics.values())
+        # Most calls look like the one before: two tuples compared, and nothing is hashed.
+        if tuple(metrics) != layout.names or tuple(map(type, values)) != layout.types:
+            layout, values = self._find(metrics, values)
+        if layout.step_at is not None and step is None:
+            step = values[layout.step_at]
+        if step is not None and type(step) is not int:
+            step = as_step(step)
+        with self._lock:
+            return self._place(layout, values, step, skip)
+
+    def _place(
+        self, layout: Layout, values: tuple[Any, ...], step: int | None, skip: frozenset[str]
+    ) -> Row:
+        steps, window = self.steps, self._window
+        # Copied before it is placed: a value that is refused must not use up a step.
+        parts: tuple[Any, ...] = ()
+        if not layout.plain:
+            values, parts = window.capture(layout, list(values))
+        before, last = steps.rewinds, steps.last
+        step = steps.place(layout.metric_names, step)
+        if steps.rewinds != before:
+            assert last is not None
+            window = self._go_back(last, step)
+        row = Row(step, time(), layout, values, parts, skip)
+        window.rows.append(row)
+        if len(window.rows) >= self._sync_every:
+            self._close()
+        return row
+
+    def _go_back(self, last: int, step: int) -> Window:
+        """Close the window before a row of the next generation, and give the one for that row."""
+        self.generation = self._went_back(last, step)
+        if self._window.rows:
+            self._close()
+        self._window.generation = self.generation
+        return self._window
+
+    def _close(self) -> None:
+        window, self._window = self._window, Window(self._sync_every)
+        self._window.generation = self.generation
+        window.seal()
+        self._hand_on(window)
+
+    def _find(
+        self, metrics: Mapping[str, Any], values: tuple[Any, ...]
+    ) -> tuple[Layout, tuple[Any, ...]]:
+        """Give the layout of a call that does not look like the one before it."""
+        look = (*metrics, *map(type, values))
+        layout = self._layouts.get(look)
+        if layout is None:
+            if any(isinstance(value, Mapping) for value in values):
+                flat = flatten(metrics)
+                return self._find(flat, tuple(flat.values()))
+            layout = learn(metrics)
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[look] = layout
+        self._layout = layout
+        return layout, values
+
+    def _add_with_notes(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
+        with self._lock:
+            notes, self._notes = self._notes, {}
+        try:
+            if not isinstance(metrics, Mapping):
+                return self._add(metrics, step, skip)
+            return self._add({**notes, **metrics}, step, skip)
+        except BaseException:
+            with self._lock:
+                self._notes = {**notes, **self._notes}
+            raise
