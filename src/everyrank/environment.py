@@ -1,4 +1,4 @@
-"""Switches that a user sets in the environment; they are read when somebody asks, never at import."""
+"""Switches that a user sets in the environment: read when somebody asks, never at import."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ shown by ``history.health()``.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class EveryrankError(Exception):
     """Anything that everyrank raises on purpose."""
@@ -32,6 +34,11 @@ class MissingPackage(EveryrankError, ImportError):  # noqa: N818 - reads as what
         """Say that `what` needs `package`, and how to get it."""
         install = f'"everyrank[{extra}]"' if extra else package
         super().__init__(f"{what} needs the package {package}: pip install {install}.")
+        self._made_of = what, package, extra
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception that does not survive the way out of a worker process takes its pool along.
+        return type(self), self._made_of
 
 
 class RunDirectoryError(EveryrankError, OSError):

@@ -93,6 +93,7 @@ class Flow:
             capacity=_CAPACITY,
             unfinished=self._unfinished,
             selector=selector,
+            at_end=self.ranks.close,
         )
 
     def order(self, order: Order) -> None:
@@ -242,8 +243,6 @@ class Flow:
                 self._worker.waiting,
                 seconds,
             )
-        if not self._worker.alive:
-            self.ranks.close()
         for outlet in self._outlets():
             # One that hangs has used up the time, but not that of the others.
             finished &= outlet.close(max(1.0, deadline - time.monotonic()))

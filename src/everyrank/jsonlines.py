@@ -15,14 +15,16 @@ written as `null`, which keeps its column numeric, and one more text column says
     {"step":8,"time":1.6,"v":[1.0,null],"nonfinite":"{\"v\":[[1,\"-Infinity\"]]}"}
 
 `decode` puts these numbers back, so a record survives the round trip bit for bit. Two things come
-back as their equals: an array is int64, uint64, bool or float64, whatever its width was; and half
-a surrogate pair in a text, which is no Unicode and stops jq, becomes its visible escape.
+back as their equals: an array is int64, uint64, bool or float64, whatever its width was (float64 if
+it is empty); and half a surrogate pair in a text, which is no Unicode and stops jq, becomes its
+visible escape.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,9 +41,21 @@ try:
     import orjson
 except ImportError:  # the core runs without it: 15 us a record of 20 floats instead of 2
     orjson = None  # type: ignore[assignment]
+    _OPTIONS = 0
+else:
+    # Strict integers (53 bits) send the wide ones to the careful path at no cost to the others, and
+    # so do objects that are no metrics.
+    _OPTIONS = (
+        orjson.OPT_APPEND_NEWLINE
+        | orjson.OPT_STRICT_INTEGER
+        | orjson.OPT_PASSTHROUGH_DATETIME
+        | orjson.OPT_PASSTHROUGH_DATACLASS
+    )
 
 _BLOCK = 1 << 16
 _INT64 = 1 << 63
+_INT32 = 1 << 31
+_TRIES = 64
 _NULL = b"null"
 _NOWHERE = np.zeros(0, dtype=np.intp)
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -67,12 +81,12 @@ def encode(record: Record) -> bytes:
     if orjson is None:
         return _encode_with_care(row)
     try:
-        # Strict integers (53 bits) send the wide ones to the careful path at no cost to the others.
-        line = orjson.dumps(row, _bare, orjson.OPT_APPEND_NEWLINE | orjson.OPT_STRICT_INTEGER)
+        line = orjson.dumps(row, _bare, _OPTIONS)
     except TypeError:
         return _encode_with_care(row)
-    # orjson writes NaN as null: look twice only at lines that have one (0.1 us for the others).
-    return _encode_with_care(row) if _NULL in line else line
+    # orjson writes NaN as null, and dicts as they are: look twice only at lines that have one
+    # (0.1 us for the others).
+    return _encode_with_care(row) if _NULL in line or line.find(b"{", 1) > 0 else line
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -208,13 +222,16 @@ def decode(line: bytes) -> Record:
         _restore(row, marks)
     step, time = row.pop("step", None), row.pop("time", None)
     generation = row.pop("generation", 0)
-    if type(step) is not int or type(generation) is not int:
-        raise ValueError("no integer `step`")
-    if type(time) is not float and type(time) is not int:
+    if type(step) is not int or not -_INT64 <= step < _INT64:
+        raise ValueError("no `step` that is an integer of 64 bits")
+    if type(generation) is not int or not 0 <= generation < _INT32:
+        raise ValueError("a `generation` that is no count")
+    if type(time) is not float and (type(time) is not int or time.bit_length() > 64):
         raise ValueError("no number `time`")
-    for key, value in row.items():
-        if type(value) is list:
-            row[key] = _from_list(value)
+    if b"[" in line:
+        for key, value in row.items():
+            if type(value) is list:
+                row[key] = _from_list(value)
     return Record(step, float(time), MappingProxyType(row), generation)
 
 
@@ -238,10 +255,15 @@ def read(
 
 
 def last(path: str | os.PathLike[str]) -> Record | None:
-    """Read the last whole record of a log from its end, however long the log is."""
+    """Read the last whole record of a log from its end, however long the log is.
+
+    None if there is none among its last lines: then the file is no log, and may be huge.
+    """
     with Path(path).open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        while end:
+        for _ in range(_TRIES):
+            if not end:
+                break
             start = _line_start(file.fileno(), end)
             try:
                 return decode(os.pread(file.fileno(), end - start, start))
@@ -273,11 +295,14 @@ def _restore(row: dict[str, Any], text: Any) -> None:
             continue
         try:
             items = np.array(row[key], dtype=object)
-            for index, name in mark:
-                items.flat[index] = _number(name)
-        except (KeyError, TypeError, IndexError) as error:
+            numbers = [_number(name) for _, name in mark]
+            for (index, _), number in zip(mark, numbers, strict=True):
+                items.flat[operator.index(index)] = number
+            # numpy itself would take a list of such ints for floats.
+            wide = any(type(number) is int for number in numbers)
+            row[key] = items.astype(np.uint64) if wide else items.tolist()
+        except (KeyError, TypeError, IndexError, OverflowError) as error:
             raise ValueError(f"`nonfinite` does not fit `{key}`") from error
-        row[key] = items.tolist()
 
 
 def _number(name: str) -> float:
@@ -286,10 +311,14 @@ def _number(name: str) -> float:
 
 
 def _from_list(items: list[Any]) -> Any:
+    """Give the items as an array; what `encode` never writes stays what it is."""
     try:
         array = np.array(items)
-    except ValueError:  # ragged, so not written by us: it stays what it is
+    except (ValueError, OverflowError):  # ragged, or too wide
         return items
+    if array.dtype.kind == "U":  # numpy makes texts of numbers that stand beside texts
+        same = all(type(item) is str for item in np.array(items, dtype=object).flat)
+        return array if same else items
     return items if array.dtype == object else array
 
 
@@ -311,11 +340,11 @@ def repair(path: str | os.PathLike[str]) -> int:
 def repair_open(descriptor: int) -> int:
     """Repair a file that is open for reading and writing; raise NotALog rather than harm another.
 
-    A log begins with `{`, and so does a torn line, unless a power cut left zeros in its place.
+    A log begins with `{`, and so do its last lines, unless a power cut left zeros in their place.
     """
     end = os.fstat(descriptor).st_size
     start = _line_start(descriptor, end)
-    for position in {0, start}:
+    for position in {0, _line_start(descriptor, start - 1), start}:
         first = os.pread(descriptor, 1, position)
         if first.strip(b"{\0 \r\n"):
             raise NotALog(f"the line at byte {position} begins with {first!r}")

@@ -11,8 +11,9 @@ little more time than one. A batch read as a sequence is its records.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -79,7 +80,10 @@ class Batch(Sequence[Record]):
         return len(self.steps)
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        if isinstance(index, slice):
+            return list(self)[index]
+        at = range(len(self))[index]
+        return next(iter(self.part(at, at + 1)))
 
     def __iter__(self) -> Iterator[Record]:
         columns = [self._plain(j) for j in range(len(self.names))]
@@ -98,27 +102,66 @@ class Batch(Sequence[Record]):
         """Give some of the rows, without copying the numbers."""
         if start == 0 and stop >= len(self):
             return self
-        extras = {i - start: row for i, row in self.extras.items() if start <= i < stop}
         return replace(
             self,
             steps=self.steps[start:stop],
             times=self.times[start:stop],
             numbers=self.numbers[start:stop],
-            extras=extras,
+            extras=self._extras_of(start, stop),
         )
+
+    def _extras_of(self, start: int, stop: int) -> Mapping[int, Mapping[str, Any]]:
+        """Give the extras of some rows, counted from the first of them."""
+        # The fewer of the two are gone through: many rows with one extra, and one row of many.
+        rows = range(start, stop) if stop - start < len(self.extras) else self.extras
+        return {i - start: self.extras[i] for i in rows if start <= i < stop and i in self.extras}
 
     def _plain(self, column: int) -> list[Any]:
         """Give one column as the Python numbers that it was."""
-        numbers, kind = self.numbers[:, column], self.kinds[column]
-        if kind == "float":
-            return numbers.tolist()
-        return numbers.astype(np.int64 if kind == "int" else np.bool_).tolist()
+        numbers: NDArray[Any] = self.numbers[:, column]
+        if self.kinds[column] == "int":
+            # What an int64 does not hold is exact in the extras, and anything here.
+            with np.errstate(invalid="ignore"):
+                numbers = numbers.astype(np.int64)
+        elif self.kinds[column] == "bool":
+            numbers = numbers.astype(np.bool_)
+        plain: list[Any] = numbers.tolist()
+        return plain
+
+
+def merged(batches: Iterable[Batch]) -> list[Batch]:
+    """Give the same rows in as few batches as can be: neighbours that look alike become one."""
+    return [_joined(list(run)) for _, run in groupby(batches, key=_look)]
+
+
+def _look(batch: Batch) -> tuple[Any, ...]:
+    return batch.names, batch.kinds, batch.generation, batch.skip, batch.own
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Give batches that look alike as one."""
+    if len(batches) == 1:
+        return batches[0]
+    extras: dict[int, Mapping[str, Any]] = {}
+    start = 0
+    for batch in batches:
+        for i, row in batch.extras.items():
+            extras[start + i] = row
+        start += len(batch)
+    return replace(
+        batches[0],
+        steps=np.concatenate([batch.steps for batch in batches]),
+        times=np.concatenate([batch.times for batch in batches]),
+        numbers=np.concatenate([batch.numbers for batch in batches]),
+        extras=extras,
+    )
 
 
 def show(value: Any, *, precision: int = 6, format: str | None = None) -> str:
     """Show one value as a person reads it: floats with exactly `precision` decimals."""
     if isinstance(value, np.ndarray):
-        return np.array2string(value, precision=precision, threshold=8)
+        # A matrix has line ends of its own, which would break the one line of its step.
+        return " ".join(np.array2string(value, precision=precision, threshold=8).split())
     if not isinstance(value, float):
         return str(value)
     return f"{value:{format}}" if format else f"{value:.{precision}f}"

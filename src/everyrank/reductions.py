@@ -38,8 +38,9 @@ DEFAULT_STATS = ("mean", "max", "min", "std")
 
 _QUANTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
-# Past these, squares leave the range of float64; a power of two brings values back without rounding.
-_HUGE, _TINY, _SHIFT = 1e150, 1e-150, 600
+# Past these, squares leave the range of float64, also squares of differences in the last place; a
+# power of two brings values back without rounding.
+_HUGE, _TINY, _SHIFT = 1e150, 1e-120, 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,12 @@ _FINISH: dict[str, Callable[[Moments], Any]] = {
 
 def check_stats(stats: Sequence[str]) -> tuple[str, ...]:
     """Give the statistics asked for, or say which one nobody knows."""
+    if isinstance(stats, str):
+        raise OptionError(
+            f"stats={stats!r} is a single text. Hand over a tuple of names: stats=({stats!r},)."
+        )
     for stat in stats:
-        if stat not in _FINISH and not _QUANTILE.fullmatch(stat):
+        if not isinstance(stat, str) or (stat not in _FINISH and not _QUANTILE.fullmatch(stat)):
             raise OptionError(
                 f"stats={tuple(stats)!r}: {stat!r} is not a statistic. "
                 f"Choose from {', '.join(_FINISH)} and quantiles such as 'p50' or 'p99.9'."

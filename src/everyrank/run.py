@@ -225,11 +225,10 @@ class Run:
     def _backends(self) -> list[Background]:
         if self.files is None:
             return []
-        backends = [self.files.log, *self.options.backends]
-        for backend in self.options.backends:
-            if describe := getattr(backend, "describe", None):
-                describe(self.descriptions)
-        return [Background(backend) for backend in backends]
+        outlets = [Background(b) for b in (self.files.log, *self.options.backends)]
+        for outlet in outlets:
+            outlet.describe(self.descriptions)
+        return outlets
 
     def _facts(self) -> dict[str, Any]:
         me, options = self.peers.identity, self.options

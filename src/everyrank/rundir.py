@@ -6,12 +6,16 @@
 
 `run.json` is written whole or not at all, so every reader at every moment finds valid JSON in it.
 Nothing in it is a secret: values under names such as `api_key` or `password` are written as "***".
+
+A directory may also be a place that many runs share, one after another or at the same time. Then
+`run.json` is that of the run which began last, and each other one has `<run id>.run.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import logging
 import math
@@ -21,6 +25,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -40,8 +45,9 @@ _LONGEST_REPR = 500
 
 
 def mint_run_id() -> str:
-    """Make an id that sorts by time and differs from any other, such as 2026-11-19-062700-ab12."""
-    return f"{datetime.now().astimezone():%Y-%m-%d-%H%M%S}-{os.urandom(2).hex()}"
+    """Make an id that sorts by time and differs from any other: 2026-11-19-062700-ab12cd34."""
+    # A job array begins hundreds of runs in one second: two bytes would make some of them meet.
+    return f"{datetime.now().astimezone():%Y-%m-%d-%H%M%S}-{os.urandom(4).hex()}"
 
 
 class RunDirectory:
@@ -51,20 +57,36 @@ class RunDirectory:
     step back. `facts` holds what `write` puts into `run.json`.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, facts: dict[str, Any], *, shared: bool = False) -> None:
         self.path = path
         self.facts = facts
+        self._shared = shared
+        self._begun = False  # whether run.json was ours once
+        # Training notes that it goes back while the background writes; it must not wait for a disk.
+        self._changing = threading.Lock()
+        self._writing = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], run_id: str | None = None) -> RunDirectory:
+    def open(
+        cls, path: str | os.PathLike[str], run_id: str | None = None, fresh: bool = False
+    ) -> RunDirectory:
         """Make the directory or re-open it; call on one rank.
+
+        With `fresh`, the directory may hold many runs: one that is found there goes on only if
+        `run_id` names it. Otherwise a new one begins, and its first `write` keeps the facts of the
+        run that was there as `<run id>.run.json`.
 
         Nothing is written yet, so an open log of another process can still refuse us first.
         """
         path = Path(path)
         _prove_writable(path)
-        facts = _earlier_facts(path)
+        facts = _earlier_facts(path / _FACTS)
+        if fresh and (run_id is None or facts.get("run_id") != run_id):
+            facts = {} if run_id is None else _earlier_facts(path / f"{run_id}.{_FACTS}")
         _check_run_id(path, facts.get("run_id"), run_id)
+        known = facts.get("run_id", run_id)
+        # Rows may be newer than the facts of a killed run.
+        logged = -1 if fresh and known is None else _last_logged(path, known)
         now = _now()
         run = cls(
             path,
@@ -75,9 +97,10 @@ class RunDirectory:
                 **facts,
                 "status": "running",
             },
+            shared=fresh,
         )
         run.facts.setdefault("generations", [])
-        run._begin(_last_logged(path), None)  # rows may be newer than the facts of a killed run
+        run._begin(logged, None)
         return run
 
     @property
@@ -96,36 +119,72 @@ class RunDirectory:
 
     def resumed(self, after_step: int) -> None:
         """Note the step of the checkpoint from which the current generation goes on."""
-        self.facts["generations"][-1]["after_step"] = after_step
+        with self._changing:
+            self.facts["generations"][-1]["after_step"] = after_step
 
     def update(self, **facts: Any) -> None:
         """Replace facts by name, as JSON data, `config` without its secrets; `write` saves them."""
         for name, fact in facts.items():
             # Metrics may well be called `token` or `key`, so only a config hides what looks secret.
-            self.facts[name] = plain(fact, hide=name == "config")
+            data = plain(fact, hide=name == "config")
+            with self._changing:
+                self.facts[name] = data
 
     def write(self) -> None:
         """Put the facts on disk, whole or not at all."""
-        self.facts["updated"] = _now()
-        text = json.dumps(self.facts, indent=2, allow_nan=False)
-        target = self.path / _FACTS
-        draft = self.path / f".{_FACTS}.{os.getpid()}"
+        with self._writing:
+            with self._changing:
+                self.facts["updated"] = _now()
+                text = json.dumps(self.facts, indent=2, allow_nan=False) + "\n"
+            if self._shared:
+                self._write_beside_others(text.encode("ascii"))
+            else:
+                self._put(_FACTS, text.encode("ascii"))
+
+    def _write_beside_others(self, facts: bytes) -> None:
+        ours = f"{self.run_id}.{_FACTS}"
+        content, other = self._found()
+        if other is not None and self._begun:  # a run that began later: run.json is its own now
+            self._put(ours, facts)
+            return
+        if other is not None:
+            self._put(f"{other}.{_FACTS}", content)
+        self._put(_FACTS, facts)
+        self._begun = True
+        with contextlib.suppress(OSError):  # from the time when another run's stood in run.json
+            (self.path / ours).unlink()
+
+    def _found(self) -> tuple[bytes, str | None]:
+        """Give what is in run.json, and whose it is if it belongs to another run."""
         try:
-            with draft.open("w", encoding="ascii") as file:
-                file.write(text + "\n")
+            content = (self.path / _FACTS).read_bytes()
+            run_id = json.loads(content)["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return b"", None
+        other = isinstance(run_id, str) and run_id != self.run_id and _is_file_name(run_id)
+        return content, run_id if other else None
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write one file whole or not at all."""
+        draft = self.path / f".{name}.{os.getpid()}"
+        try:
+            with draft.open("wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # or a power cut could leave the name without the text
-            draft.replace(target)
+            draft.replace(self.path / name)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             raise _unusable(self.path, error) from error
 
     def _begin(self, at_least_after: int, after_step: int | None) -> int:
-        generations = self.facts["generations"]
-        earlier = [int(entry["generation"]) for entry in generations]
-        generation = max([at_least_after, *earlier]) + 1
-        generations.append({"generation": generation, "after_step": after_step, "time": _now()})
-        return generation
+        with self._changing:
+            generations = self.facts["generations"]
+            earlier = [int(entry["generation"]) for entry in generations]
+            generation = max([at_least_after, *earlier]) + 1
+            generations.append({"generation": generation, "after_step": after_step, "time": _now()})
+            return generation
 
 
 def _prove_writable(path: Path) -> None:
@@ -153,31 +212,42 @@ def _check_run_id(path: Path, found: str | None, wanted: str | None) -> None:
         )
 
 
-def _earlier_facts(path: Path) -> dict[str, Any]:
+def _earlier_facts(file: Path) -> dict[str, Any]:
     """Read the facts of the earlier lives; a broken file is set aside, for its run must go on."""
-    file = path / _FACTS
     try:
-        facts = json.loads(file.read_bytes())
-        if not (isinstance(facts["run_id"], str) and facts["generations"]):
+        facts = json.loads(file.read_bytes(), parse_constant=str)  # NaN could not be written again
+        if not (_is_file_name(facts["run_id"]) and facts["generations"]):
             raise ValueError("no run_id or generations")
         for entry in facts["generations"]:
             int(entry["generation"])
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise _unusable(path, error) from error
-    except (ValueError, KeyError, TypeError) as error:
-        aside = file.with_name(f"{_FACTS}.broken-{os.urandom(2).hex()}")
+        raise _unusable(file.parent, error) from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        aside = file.with_name(f"{file.name}.broken-{os.urandom(2).hex()}")
         file.replace(aside)
         log.warning("%s cannot be read (%r); it is kept as %s, and begun anew.", file, error, aside)
         return {}
     return dict(facts)
 
 
-def _last_logged(path: Path) -> int:
-    """Give the last generation in the logs beside run.json, -1 if none: they outlive its loss."""
+def _is_file_name(run_id: Any) -> bool:
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "\0" in run_id:
+        return False
+    return Path(run_id).name == run_id
+
+
+def _last_logged(path: Path, run_id: str | None) -> int:
+    """Give the last generation in the logs beside run.json, -1 if none: they outlive its loss.
+
+    Where the run is known, logs of other runs that share the directory are none of its own.
+    """
+    patterns = ["*.jsonl"]
+    if run_id is not None:
+        patterns = [f"{glob.escape(run_id)}{end}" for end in (".jsonl", ".*.jsonl")]
     found = -1
-    for file in path.glob("*.jsonl"):
+    for file in (file for pattern in patterns for file in path.glob(pattern)):
         with contextlib.suppress(OSError):  # whoever opens that log will say what is wrong with it
             row = jsonlines.last(file)
             found = max(found, row.generation if row is not None else -1)
@@ -246,7 +316,7 @@ def git_state(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]
 
 #: Names that hide everything under them.
 _SECRET = re.compile(
-    r"password|passwd|passphrase|secret|credential"
+    r"password|passwd|passphrase|secret|credential|authorization"
     r"|(api|access|private|auth|ssh|bearer|refresh)_?(key|token)s?(_|$)"
 )
 #: Names that hide texts only: `eos_token_id` and `num_key_value_heads` are numbers.
@@ -258,24 +328,28 @@ _IN_REPR = re.compile(
 )
 
 
-def plain(value: Any, *, hide: bool = True, depth: int = 0) -> Any:
-    """Give any object as JSON data: secrets as "***", what JSON does not know as its repr."""
+def plain(value: Any, *, hide: bool = True, within: tuple[int, ...] = ()) -> Any:
+    """Give any object as JSON data: secrets as "***", what JSON does not know as its repr.
+
+    `within` identifies the containers around it: one that holds itself is not opened again.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return _plain_scalar(value)
     if isinstance(value, np.generic):
         return _plain_scalar(value.item()) if value.dtype.kind in "iufbU" else _repr(value)
-    if depth >= _DEEPEST:  # an object that holds itself, most likely
+    if len(within) >= _DEEPEST or id(value) in within:
         return _repr(value)
+    within = (*within, id(value))
     fields = _fields(value)
     if fields is not None:
         return {
             str(name): _HIDDEN
             if hide and _is_secret(str(name), item)
-            else plain(item, hide=hide, depth=depth + 1)
+            else plain(item, hide=hide, within=within)
             for name, item in fields.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item, hide=hide, depth=depth + 1) for item in value]
+        return [plain(item, hide=hide, within=within) for item in value]
     if isinstance(value, os.PathLike):
         return str(value)
     return _repr(value)

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from everyrank.environment import switched_on
 from everyrank.errors import MissingPackage, OptionError
 from everyrank.ranks import discover
 from everyrank.ranks.base import Identity
 from everyrank.ranks.launcher import from_environment, master_address
 
 _log = logging.getLogger("everyrank")
-
-_NO = ("", "0", "false", "no", "off", "n", "f")
 
 
 def setup_torch(
@@ -107,5 +106,5 @@ def setup_wandb(project_name: str | None = None, **options: Any) -> Any | None:
 
 def wandb_disabled(mode: str | None = None) -> bool:
     """Say whether the user has switched W&B off."""
-    off = os.environ.get("WANDB_DISABLED", "").lower() not in _NO
-    return off or (mode or os.environ.get("WANDB_MODE")) == "disabled"
+    switched_off = switched_on("WANDB_DISABLED")
+    return switched_off or (mode or os.environ.get("WANDB_MODE")) == "disabled"

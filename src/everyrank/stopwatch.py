@@ -29,9 +29,7 @@ from everyrank.setup import wandb_disabled
 _log = logging.getLogger("everyrank")
 
 _INTERVAL = 0.01  # seconds between the thread's looks at what is open
-_IDLE_LOOKS = (
-    100  # with nothing open, then the thread ends: starting one for each lap would cost more
-)
+_IDLE_LOOKS = 100  # in vain, then the thread ends; to start one for each lap would cost more
 _PATIENCE = 2.0  # seconds that a finished program waits for the device's last laps
 
 
@@ -233,8 +231,10 @@ class _Pending:
             self.look()
             time.sleep(_INTERVAL)
         self._leave.set()
-        if self._thread is not None:
-            self._thread.join(_PATIENCE)
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_PATIENCE)
         with self._lock:
             left, self._laps = self._laps, []
         for lap, tell in left:
@@ -252,7 +252,8 @@ class _Pending:
 
     def _forget(self) -> None:
         """Start anew in a forked child, which has neither the thread nor the device."""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self._leave = threading.Event()  # and so may its lock
         self._laps, self._thread = [], None
 
 

@@ -6,18 +6,22 @@ Training puts items in; the thread takes all that wait and hands them, in order,
 * **Cost.** `put` appends to a list and never wakes the thread unless it sleeps deeply: a wake-up
   costs the caller more than the work (5-14 us where the append takes 0.2). While items come, the
   thread looks every `tick` seconds by itself; after a quiet while it waits for the doorbell.
-* **Bound.** `put` counts sizes. Above `capacity` it waits until the thread has made room; this is
-  said once, and nothing is dropped.
+* **Bound.** `put` counts sizes, of at least 1 each, and what `unfinished` says is still on its way.
+  Above `capacity` it waits until the thread has made room; this is said once, and nothing is
+  dropped.
 * **Failure.** What `work` raises is logged once for each kind, counted in `failures`, and the
-  thread goes on with the next items. Nothing is ever raised into the caller of `put`.
+  thread goes on with the next items; if something is unfinished, a second later even without any.
+  Nothing is ever raised into the caller of `put`.
 * **Flush.** `flush(seconds)` returns True once everything put before it is handed over and `work`
   has nothing unfinished (it returned None), False at the deadline.
-* **Close.** `close(seconds)` flushes, ends the thread and is idempotent. After it, and in a process
+* **Close.** `close(seconds)` flushes, has the thread call `at_end` and end, and is idempotent. It is
+  over a second past its deadline at the latest, even if `work` hangs. After it, and in a process
   forked from this one, `put` does nothing.
 
 `work(items)` returns the seconds after which it wants to be called again though nothing was put, or
 None. Where wanting to be called and having something unfinished are two things, `unfinished` tells
-the latter. Sockets registered in `selector` wake the thread too.
+the size of the latter. Sockets registered in `selector` wake the thread too; they stay their
+owner's to close, but in a forked child, which must not hold them, they are closed.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ log = logging.getLogger("everyrank")
 #: How long the thread goes on looking by itself after the last item, before it sleeps deeply.
 _ATTENTIVE = 0.1
 
+#: How long a failure is left alone before work that is unfinished is tried again.
+_RETRY = 1.0
+
 _live: weakref.WeakSet[Worker] = weakref.WeakSet()  # type: ignore[type-arg]
 _watching = False
 
@@ -54,12 +61,14 @@ class Worker(Generic[T]):
         name: str,
         capacity: int,
         tick: float = 0.01,
-        unfinished: Callable[[], bool] | None = None,
+        unfinished: Callable[[], int] | None = None,
+        selector: selectors.BaseSelector | None = None,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.failures = 0
         self.forked = False  # whether this is the copy in a forked child, where nothing runs
-        self.selector = selectors.DefaultSelector()
+        self.selector = selector or selectors.DefaultSelector()
         self._work = work
         self._capacity = capacity
         self._tick = tick
@@ -67,11 +76,13 @@ class Worker(Generic[T]):
         self._put = 0  # sizes put and sizes worked off: the difference is what waits
         self._done = 0
         self._ask_unfinished = unfinished
-        self._unfinished = False
+        self._unfinished = 0
+        self._at_end = at_end
         self._asleep = False
         self._closed = False
         self._stop = False
         self._said: set[str] = set()
+        self._putting = threading.Lock()
         self._room = threading.Condition()
         self._doorbell, self._ear = socket.socketpair()
         for end in (self._doorbell, self._ear):
@@ -83,8 +94,13 @@ class Worker(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """How much was put and is not worked off yet."""
-        return self._put - self._done
+        """How much was put and is not finished yet."""
+        return self._put - self._done + self._unfinished
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs, so that what it works on is not ours to touch."""
+        return self._thread.is_alive()
 
     @property
     def idle(self) -> bool:
@@ -92,14 +108,16 @@ class Worker(Generic[T]):
         return self._put == self._done and not self._unfinished
 
     def put(self, item: T, size: int = 1) -> None:
-        """Queue one item; waits only above capacity. One thread at a time may put."""
+        """Queue one item; waits only above capacity."""
         if self._closed:
             return
-        self._put += size
-        self._items.append((item, size))
+        size = max(1, size)  # or a flush would not wait for an item without any
+        with self._putting:  # `+=` of two threads at once would lose one
+            self._put += size
+            self._items.append((item, size))
         if self._asleep:
             self.ring()
-        if self._put - self._done > self._capacity:
+        if self._put - self._done + self._unfinished > self._capacity:
             self._wait_for_room()
 
     def ring(self) -> None:
@@ -125,6 +143,7 @@ class Worker(Generic[T]):
         """Flush, end the thread, and let go of everything; True if nothing was left behind."""
         if self._closed:
             return self.idle
+        deadline = time.monotonic() + seconds
         flushed = self.flush(seconds)
         with self._room:
             self._closed = self._stop = True
@@ -132,10 +151,8 @@ class Worker(Generic[T]):
         self.ring()
         # A work function that hangs must not hang us: the thread is a daemon and ends with us.
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=max(1.0, min(seconds, 5.0)))
-        if not self._thread.is_alive():
-            self._release()
-        return flushed
+            self._thread.join(timeout=max(1.0, deadline - time.monotonic()))
+        return flushed and (self._at_end is None or not self.alive)
 
     def _wait_for_room(self) -> None:
         if threading.current_thread() is self._thread:
@@ -152,31 +169,35 @@ class Worker(Generic[T]):
         self.ring()
         with self._room:
             # Half empty, so that the caller does not come back for the very next item.
-            self._room.wait_for(lambda: self._put - self._done <= self._capacity // 2 or self._stop)
+            self._room.wait_for(lambda: self.waiting <= self._capacity // 2 or self._stop)
 
     def _run(self) -> None:
         try:
             self._loop()
+            if self._at_end is not None and not self.forked:
+                self._at_end()
+        except BaseException as error:  # noqa: BLE001 - the border: as for `work`
+            self._failed(error)
         finally:
             with self._room:  # whatever ended the thread, nobody may wait for it any longer
                 self._stop = True
                 self._room.notify_all()
+            self._release()
 
     def _loop(self) -> None:
         last_item = time.monotonic()
         while not self._stop:
             items, size = self._take()
-            wait = self._guarded(items)
+            wait, unfinished = self._guarded(items)
             with self._room:
                 self._done += size
-                self._unfinished = (
-                    self._ask_unfinished() if self._ask_unfinished else wait is not None
-                )
+                self._unfinished = unfinished
                 self._room.notify_all()
             now = time.monotonic()
             if items:
                 last_item = now
-            self._sleep(wait, attentive=now - last_item < _ATTENTIVE)
+            if not self._stop:
+                self._sleep(wait, attentive=now - last_item < _ATTENTIVE)
 
     def _take(self) -> tuple[list[T], int]:
         items: list[T] = []
@@ -187,21 +208,33 @@ class Worker(Generic[T]):
             size += one
         return items, size
 
-    def _guarded(self, items: list[T]) -> float | None:
+    def _guarded(self, items: list[T]) -> tuple[float | None, int]:
+        """Call `work`; say when it wants to be called again, and how much it has unfinished."""
+        wait, failures = None, self.failures
         try:
-            return self._work(items)
-        except Exception as error:  # noqa: BLE001 - the border: training must not see a failure here
-            self.failures += 1
-            self._say(
-                type(error).__name__,
-                logging.ERROR,
-                "%s failed and goes on without these values: %s: %s",
-                self.name,
-                type(error).__name__,
-                error,
-                trace=True,
-            )
-            return None
+            wait = self._work(items)
+        except BaseException as error:  # noqa: BLE001 - the border: training sees no failure here
+            self._failed(error)
+        if self._ask_unfinished is None:
+            return wait, int(wait is not None)
+        try:
+            unfinished = self._ask_unfinished()
+        except BaseException as error:  # noqa: BLE001 - the border, as above
+            self._failed(error)
+            unfinished = 0
+        return _RETRY if unfinished and self.failures > failures else wait, unfinished
+
+    def _failed(self, error: BaseException) -> None:
+        self.failures += 1
+        self._say(
+            type(error).__name__,
+            logging.ERROR,
+            "%s failed and goes on without these values: %s: %s",
+            self.name,
+            type(error).__name__,
+            error,
+            trace=True,
+        )
 
     def _sleep(self, wait: float | None, *, attentive: bool) -> None:
         if attentive:
@@ -222,15 +255,18 @@ class Worker(Generic[T]):
             log.log(level, message, *args, exc_info=trace)
 
     def _release(self) -> None:
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+        _live.discard(self)
         self.selector.close()
+        self._ear.close()
         self._doorbell.close()
 
     def _forked(self) -> None:
         """Become inert in a forked child: the thread is not here, and the sockets are not ours."""
         self._closed = self._stop = self.forked = True
+        self._room = threading.Condition()  # the old one may be held by a thread that is not here
+        for key in list((self.selector.get_map() or {}).values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._release()
 
 

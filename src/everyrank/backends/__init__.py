@@ -1,0 +1,1 @@
+"""Destinations for records, and the wrappers that keep them from hurting a run."""

@@ -8,10 +8,10 @@ reads: on a thread of its own, guarded, write JSON lines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from everyrank.backends.base import Backend
-from everyrank.records import Batch, Record
+from everyrank.records import Batch, Description, Record
 from everyrank.worker import Worker
 
 log = logging.getLogger("everyrank")
@@ -25,6 +25,13 @@ class Guard:
         self.failures = 0
         self.last_failure: str | None = None
         self._to = to
+
+    def describe(self, descriptions: Mapping[str, Description]) -> None:
+        """Tell the backend how metrics are read, or count the failure."""
+        try:
+            getattr(self._to, "describe", _nothing)(descriptions)
+        except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self._failed("describe", error)
 
     def write(self, record: Record) -> None:
         """Write, or count the failure."""
@@ -63,16 +70,22 @@ class Background:
     """Write on a thread of its own; `write` returns at once and keeps order.
 
     At most `capacity` records wait; above that, the caller waits and nothing is dropped. `flush`
-    and `close` are bounded in time and return False if the bound was reached first.
+    and `close` are bounded in time and return False if the bound was reached first: whatever the
+    backend does with a record, and also its own `close`, happens on the thread.
     """
 
-    def __init__(self, to: Backend, *, capacity: int = 8192) -> None:
-        self.name = to.name
+    def __init__(self, to: Backend, *, capacity: int = 8192, name: str | None = None) -> None:
+        self.name = name or to.name
         self._to = to if isinstance(to, Guard) else Guard(to)
         self._worker: Worker[Iterable[Record]] = Worker(
-            self._work, name=f"everyrank-{self.name}", capacity=capacity
+            self._work, name=f"everyrank-{self.name}", capacity=capacity, at_end=self._to.close
         )
         self._closed = False
+        self._delivered = True
+
+    def describe(self, descriptions: Mapping[str, Description]) -> None:
+        """Tell the backend how metrics are read, at once: no record was written yet."""
+        self._to.describe(descriptions)
 
     def write(self, record: Record) -> None:
         """Queue one record."""
@@ -90,22 +103,19 @@ class Background:
 
     def close(self, seconds: float = 30.0) -> bool:
         """Flush, close the backend, end the thread."""
-        if self._closed:
-            return self._worker.idle
-        self._closed = True
-        if self._worker.forked:
-            return True  # the backend and what waits for it are the parent's
-        delivered = self._worker.close(seconds)
-        if delivered:
-            self._to.close()
-        else:
-            log.warning(
-                "the %s backend did not take %d records within %g s; they are in the run's log",
-                self.name,
-                self._worker.waiting,
-                seconds,
-            )
-        return delivered
+        # In a forked child the backend, and what waits for it, are the parent's.
+        if not self._closed and not self._worker.forked:
+            self._closed = True
+            self._delivered = self._worker.close(seconds)
+            if not self._delivered:
+                log.warning(
+                    "the %s backend was not done within %g s and is given up: %d records were "
+                    "still waiting for it",
+                    self.name,
+                    seconds,
+                    self._worker.waiting,
+                )
+        return self._delivered
 
     def health(self) -> dict[str, int | str | None]:
         """Count what waits and what failed."""
@@ -123,5 +133,5 @@ class Background:
             self._to.flush()
 
 
-def _nothing() -> None:
-    """Stand in for the flush of a backend that writes through."""
+def _nothing(*_: object) -> None:
+    """Stand in for an option that a backend does not have."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from everyrank.environment import switched_on
 from everyrank.errors import OptionError
 from everyrank.records import STATISTIC, Description, Record, show
 
@@ -80,6 +81,10 @@ class Console:
         self._is_compact = False
         self._room: int | None = None
 
+    def describe(self, descriptions: Mapping[str, Description]) -> None:
+        """Show units and formats as declared, unless the console was given its own."""
+        self._descriptions = self._descriptions or descriptions
+
     def write(self, record: Record) -> None:
         """Print one line."""
         stream = self._stream or sys.stdout
@@ -119,13 +124,7 @@ class Console:
             if line is not None:
                 return line
             self._is_compact = True  # and stay so: lines that alternate do not align
-        fields = self._compact_fields(values)
-        for shown in range(len(fields), -1, -1):
-            rest = f"+{len(fields) - shown} more" if shown < len(fields) else ""
-            line = self._compact.line(head, fields[:shown], room, rest, colour=colour)
-            if line is not None:
-                return line
-        return head[:room]
+        return self._compact.cut(head, self._compact_fields(values), room or 0, colour=colour)
 
     def _field(self, key: str, value: Any) -> _Field:
         match = STATISTIC.search(key)
@@ -134,7 +133,8 @@ class Console:
         text = _text(value, self._precision, description.format)
         if description.unit and not match and value is not None:
             text += description.unit if description.unit == "%" else f" {description.unit}"
-        return _Field(key, text, _alarms(value))
+        name = key if key.isprintable() else repr(key)[1:-1]  # a name has no second line either
+        return _Field(name, text, _alarms(value))
 
     def _compact_fields(self, values: Mapping[str, Any]) -> list[_Field]:
         """Make one field of a metric and its statistics."""
@@ -157,7 +157,7 @@ class Console:
             text += f" (+-{_short(group['std'])})"
         if group.get("ranks"):
             text += f" {group['ranks']} ranks"
-        return _Field(name, text, any(_alarms(value) for value in group.values()))
+        return _Field(field.name, text, any(_alarms(value) for value in group.values()))
 
 
 class _Columns:
@@ -167,25 +167,55 @@ class _Columns:
         self._widths: dict[str, int] = {}
 
     def line(
-        self, head: str, fields: list[_Field], room: int | None, rest: str = "", *, colour: bool
+        self, head: str, fields: list[_Field], room: int | None, *, colour: bool
     ) -> str | None:
         """Lay out one line, or give None if there is no room for it."""
-        pads = [0] * len(fields)
-        width = len(head) + sum(len(f.name) + len(f.text) + 2 for f in fields)
+        pads = self._pads(fields)
+        if pads:
+            pads[-1] = 0  # no spaces at the end of a line
+        if room is not None and len(head) + sum(map(_width, fields, pads)) > room:
+            return None
+        return _laid_out(head, fields, pads, colour=colour)
+
+    def cut(self, head: str, fields: list[_Field], room: int, *, colour: bool) -> str:
+        """Lay out one line with as many fields as there is room for, and count the others."""
+        line = self.line(head, fields, room, colour=colour)
+        if line is not None:
+            return line
+        pads, width, shown = self._pads(fields), len(head), -1
         for i, field in enumerate(fields):
+            if width + len(_more(len(fields) - i)) > room:
+                break
+            shown = i
+            width += _width(field, pads[i])
+        if shown < 0:
+            return head[:room]
+        line = _laid_out(head, fields[:shown], pads[:shown], colour=colour)
+        return line + _more(len(fields) - shown)
+
+    def _pads(self, fields: list[_Field]) -> list[int]:
+        """Say how many spaces each field lacks to be as wide as its column."""
+        pads = []
+        for field in fields:
             size = max(self._widths.get(field.name, 0), len(field.text))
             self._widths[field.name] = size
-            pads[i] = size - len(field.text)
-        if pads and not rest:
-            pads[-1] = 0  # no spaces at the end of a line
-        width += sum(pads) + (len(rest) + 1 if rest else 0)
-        if room is not None and width > room:
-            return None
-        cells = [
-            _cell(field, colour=colour) + " " * pad for field, pad in zip(fields, pads, strict=True)
-        ]
-        start = f"{_BOLD}{head}{_RESET}" if colour else head
-        return " ".join([start, *cells, *([rest] if rest else [])])
+            pads.append(size - len(field.text))
+        return pads
+
+
+def _laid_out(head: str, fields: list[_Field], pads: list[int], *, colour: bool) -> str:
+    cells = [
+        _cell(field, colour=colour) + " " * pad for field, pad in zip(fields, pads, strict=True)
+    ]
+    return " ".join([f"{_BOLD}{head}{_RESET}" if colour else head, *cells])
+
+
+def _width(field: _Field, pad: int) -> int:
+    return len(field.name) + len(field.text) + pad + 2  # the space before it, and its "="
+
+
+def _more(fields: int) -> str:
+    return f" +{fields} more"
 
 
 class _Progress:
@@ -212,7 +242,9 @@ class _Progress:
 
     def _rate(self) -> float | None:
         (first, start), (last, end) = self._recent[0], self._recent[-1]
-        return (last - first) / (end - start) if last > first and end > start else None
+        if not (last > first and end > start):
+            return None
+        return (last - first) / (end - start) or None  # of a clock that jumped to infinity
 
 
 def _speed(rate: float | None) -> str:
@@ -247,12 +279,11 @@ def _cell(field: _Field, *, colour: bool) -> str:
 
 def _text(value: Any, precision: int, format: str | None) -> str:
     """Show a value in one word, or as good as one: never a second line, never a control code."""
-    if isinstance(value, str):
-        short = value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 3] + "..."
-        return short if short.isprintable() and " " not in short and short else repr(short)
     if isinstance(value, np.ndarray):
         return _array_text(value)
-    return show(value, precision=precision, format=format)
+    if isinstance(value, float):
+        return show(value, precision=precision, format=format)
+    return _short(value)
 
 
 def _array_text(array: np.ndarray[Any, Any]) -> str:
@@ -264,7 +295,18 @@ def _array_text(array: np.ndarray[Any, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        short = _cut(value)
+        return short if short.isprintable() and " " not in short and short else repr(short)
+    if isinstance(value, int) and value.bit_length() > 128:
+        return _cut(hex(value))  # Python refuses to write out thousands of decimal digits
+    return show(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
 def _alarms(value: Any) -> bool:
@@ -274,6 +316,6 @@ def _alarms(value: Any) -> bool:
 def _colour(terminal: bool) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
-    if os.environ.get("FORCE_COLOR"):
+    if switched_on("FORCE_COLOR"):
         return True
     return terminal and os.environ.get("TERM") != "dumb"

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-import getpass
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from everyrank.ranks.store import DirectoryStore, Store
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """This process, the ranks that it reduces with, and how it finds them."""
+    """Who we are, the ranks that we reduce with, and how we find them."""
 
     identity: Identity = field(default_factory=Identity)
     ranks: tuple[int, ...] = (0,)
@@ -40,7 +41,13 @@ def discover(*, group: Any = None, directory: Path | None = None) -> Peers:
     me, store = _identity(directory)
     if group is None:
         return Peers(me, tuple(range(me.world_size)), store)
-    ranks = torch.members(group)
+    ranks = _members(group)
+    strange = [rank for rank in ranks if not 0 <= rank < me.world_size]
+    if strange:
+        raise OptionError(
+            f"group={group!r} names rank {strange[0]}, but the ranks are 0 to "
+            f"{me.world_size - 1} by {me.source}. Pass ranks of the whole program."
+        )
     if me.rank not in ranks:
         raise OptionError(
             f"group={group!r} holds the ranks {list(ranks)}, and this is rank {me.rank}. "
@@ -53,12 +60,27 @@ def _identity(directory: Path | None) -> tuple[Identity, Callable[[], Store] | N
     for framework in (torch, jax):
         if framework.initialized():
             return framework.identity(), framework.store
-    launched = from_environment()
-    if launched is None:
+    me = from_environment()
+    if me is None:
         return Identity(), None
-    return launched, lambda: DirectoryStore((directory or _shared_directory()) / ".everyrank")
+    place = (directory or _shared_directory()) / ".everyrank"
+    return me, lambda: DirectoryStore(place, me.job)
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    """Give the ranks that a group names, each once, in order."""
+    ranks = torch.members(group)
+    if ranks is None:
+        if not isinstance(group, Sequence) or not all(isinstance(r, Integral) for r in group):
+            raise OptionError(
+                f"group={group!r} must be a ProcessGroup, a DeviceMesh or a sequence of ranks; "
+                'with a DeviceMesh pass the part to reduce over, for example mesh=mesh["dp"].'
+            )
+        ranks = tuple(int(rank) for rank in group)
+    return tuple(sorted(set(ranks)))
 
 
 def _shared_directory() -> Path:
     """Give a directory that at least the ranks of this host share."""
-    return Path(tempfile.gettempdir()) / f"everyrank-{getpass.getuser()}"
+    # By number: in a container, the user may have no name.
+    return Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"

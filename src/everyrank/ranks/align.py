@@ -1,8 +1,8 @@
 """Bring the ranks' streams of steps together, whatever they disagree about, and reduce them.
 
 Each rank delivers a stream of rows. In the steady state all streams carry the same steps, and one
-look at their heads reduces as many rows as all of them have. Ranks may also skip steps, log twice at
-one step, go back, fall silent, or never speak; the rules by which a row is reduced then:
+look at their heads reduces as many rows as all of them have. Ranks may also skip steps, log twice
+at one step, go back, fall silent, or never speak; the rules by which a row is reduced then:
 
 1. The next step is the lowest among the heads, unless another stream has that very step further
    behind: then what stands before it there goes first. (So a rewind that ranks meet at different
@@ -10,16 +10,23 @@ one step, go back, fall silent, or never speak; the rules by which a row is redu
 2. A stream whose head is this step takes part. One whose head is another step has passed it.
 3. A stream with nothing at hand is waited for, unless it is closed or gone, or its last step was
    already past this one and this row does not itself go back.
-4. Waiting ends `timeout` seconds after the row arrived; `grace` seconds after it for a rank that has
-   opened no History, three times that for one that has, but never had a row. The stream is then *silent*: nobody waits for it until it
-   speaks again, and what it says of steps that were reduced without it comes late and is counted.
+4. Patience begins when the row arrives, and lasts `timeout` seconds with a rank that has reported
+   before, `grace` with one that has opened no History, three times `grace` with one that has opened
+   one and reported nothing yet; never longer than `timeout`. Then the row is reduced without that
+   rank, whose stream is *silent*: nobody waits for it until it speaks again.
+5. What a silent stream then says of steps that were reduced without it comes late: it is counted,
+   and answered at once by a row without statistics. Where the others went back meanwhile, it may
+   go back as often before it has caught up.
+
+Rows that wait are kept in few pieces and reduced many at a time, so that a rank which is thousands
+of windows behind costs the others no more than if it had come with them in a few.
 
 There is no I/O here and no clock: `now` is an argument, which lets tests play every disagreement.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -27,13 +34,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.ranks.base import Reduced
-from everyrank.records import Batch
+from everyrank.records import Batch, Kind, merged
 from everyrank.reductions import over_ranks
 
 State = Literal["absent", "live", "silent", "closed", "gone"]
 
 #: A rank that never had anything to say is waited for this long, once, and at close.
 GRACE = 5.0
+
+# What is reduced at a time: enough that the price of a call no longer counts, and bounded, since
+# it is held once for each rank, and sent to each in one piece.
+_MOST_ROWS, _MOST_VALUES = 4096, 1 << 20
+
+_FLOAT: tuple[Kind, ...] = ("float",)
 
 
 class Event(NamedTuple):
@@ -49,60 +62,108 @@ class _Stream:
 
     def __init__(self) -> None:
         self.state: State = "absent"
-        self.queue: deque[tuple[Batch, float]] = deque()
+        self.queue: deque[Batch] = deque()
+        self.head: int | None = None  # the step at hand
         self.last: int | None = None  # the last step that was taken off the queue
-        self.missed: int | None = None  # while silent: the highest step reduced without this rank
         self.late = 0
-
-    @property
-    def head(self) -> int | None:
-        """Give the step at hand."""
-        return int(self.queue[0][0].steps[0]) if self.queue else None
+        # While silent, what is reduced without us: the last step before each time it went back.
+        self.missed: deque[int] = deque()
+        self._arrivals: deque[tuple[int, float]] = deque()  # up to which row, and when
+        self._added = self._taken = 0
+        self._held: Counter[int] | None = None  # the steps in the queue, once somebody asks
 
     @property
     def arrived(self) -> float:
         """Give the moment at which the row at hand arrived."""
-        return self.queue[0][1]
+        return self._arrivals[0][1]
 
     def holds(self, step: int) -> bool:
         """Say whether `step` stands anywhere in the queue."""
-        return any((batch.steps == step).any() for batch, _ in self.queue)
+        if self._held is None:
+            self._held = Counter(s for batch in self.queue for s in batch.steps.tolist())
+        return step in self._held
 
     def goes_back(self) -> bool:
         """Say whether the row at hand is not past the one before it."""
         return self.last is not None and self.head is not None and self.head <= self.last
 
-    def add(self, batch: Batch, now: float) -> bool:
-        """Queue rows; True if a silent stream has spoken again."""
+    def speak(self) -> bool:
+        """Note that there are rows; True if a silent stream has spoken again."""
         back = self.state == "silent"
         if self.state in ("absent", "silent"):
             self.state = "live"
-        if self.missed is not None:
-            batch = self._without_late(batch, self.missed)
-        if len(batch):
-            self.queue.append((batch, now))
         return back
+
+    def fall_silent(self) -> None:
+        """Note that nobody waits for this stream any longer."""
+        self.state = "silent"
+        if not self.missed and self.last is not None:
+            self.missed.append(self.last)
+
+    def miss(self, first: int, last: int) -> None:
+        """Note that rows from one step up to another were reduced without us."""
+        if self.missed and first >= self.missed[-1]:
+            self.missed.pop()
+        self.missed.append(last)
+
+    def add(self, batch: Batch, now: float) -> int:
+        """Queue rows, and count those that come late instead: they are the first ones."""
+        late = self._count_late(batch) if self.missed else 0
+        self.late += late
+        if late < len(batch):
+            self._append(_bare(batch.part(late, len(batch))))
+            self._added += len(batch) - late
+            self._arrivals.append((self._added, now))
+        return late
 
     def take(self, n: int) -> None:
         """Drop the next `n` rows of the first batch."""
-        batch, arrived = self.queue.popleft()
+        batch = self.queue.popleft()
         self.last = int(batch.steps[n - 1])
         if n < len(batch):
-            self.queue.appendleft((batch.part(n, len(batch)), arrived))
+            self.queue.appendleft(batch.part(n, len(batch)))
+        self.head = int(self.queue[0].steps[0]) if self.queue else None
+        self._taken += n
+        while self._arrivals and self._arrivals[0][0] <= self._taken:
+            self._arrivals.popleft()
+        if self._held is not None:
+            self._forget(batch.steps[:n].tolist())
 
-    def _without_late(self, batch: Batch, missed: int) -> Batch:
-        """Leave out the leading rows that were reduced without us; the first other ends it."""
+    def _append(self, batch: Batch) -> None:
+        """Queue rows together with what waits and looks like them.
+
+        A piece is moved only into one of at least twice its size: each row a few times at most.
+        """
+        if self._held is not None:
+            self._held.update(batch.steps.tolist())
+        pieces, rows = [batch], len(batch)
+        while self.queue and self.queue[-1].names == batch.names and len(self.queue[-1]) <= rows:
+            rows += len(self.queue[-1])
+            pieces.append(self.queue.pop())
+        self.queue += merged(reversed(pieces))
+        self.head = int(self.queue[0].steps[0])
+
+    def _forget(self, steps: Sequence[int]) -> None:
+        assert self._held is not None
+        for step in steps:
+            self._held[step] -= 1
+            if not self._held[step]:
+                del self._held[step]
+        if not self.queue:
+            self._held = None
+
+    def _count_late(self, batch: Batch) -> int:
+        """Count the leading rows that were reduced without us; the first other ends it."""
         late = 0
-        previous = self.last
         for step in batch.steps.tolist():
-            if step > missed or (previous is not None and step < previous):
-                self.missed = None
+            if self.last is not None and step < self.last:
+                self.missed.popleft()
+            if not self.missed or step > self.missed[0]:
+                self.missed.clear()
                 break
-            previous = step
+            self.last = step
             late += 1
-        self.late += late
-        self.last = previous
-        return batch.part(late, len(batch))
+        return late
 
 
 class Alignment:
@@ -123,6 +184,7 @@ class Alignment:
         self._stats = tuple(stats)
         self._timeout = timeout
         self._grace = min(grace, timeout)
+        self._answers: list[Reduced] = []  # to rows that came late, for the next `pop`
 
     @property
     def late(self) -> int:
@@ -145,9 +207,13 @@ class Alignment:
 
     def add(self, rank: int, batch: Batch, now: float) -> None:
         """Take some rows of one rank."""
+        if not len(batch):
+            return
         stream = self._streams[rank]
-        if stream.add(batch, now):
+        if stream.speak():
             self.events.append(Event("back", (rank,), int(batch.steps[0])))
+        if late := stream.add(batch, now):
+            self._answers.append(self._reduce([(rank, _nameless(batch.part(0, late)))]))
 
     def leave(self, rank: int, *, gone: bool = False) -> None:
         """Note that a rank says no more; what it said before still counts."""
@@ -159,35 +225,39 @@ class Alignment:
 
     def pop(self, now: float) -> list[Reduced]:
         """Reduce every row that need not wait any longer."""
-        out = []
+        out, self._answers = self._answers, []
         while (step := self._next_step()) is not None:
-            parts = [r for r, s in self._streams.items() if s.head == step]
+            parts = self._parts(step)
             if not self._settled(step, parts, now):
                 break
             n = self._together(step, parts)
-            out.append(self._reduce(parts, n))
+            out.append(self._reduce([(r, self._streams[r].queue[0].part(0, n)) for r in parts]))
             self._took(parts, n)
         return out
 
     def deadline(self, now: float) -> float | None:
         """Give the seconds until somebody's patience ends, or None if nothing waits."""
         step = self._next_step()
-        if step is None:
-            return None
-        parts = [r for r, s in self._streams.items() if s.head == step]
+        if step is None or self._answers:
+            return 0.0 if self._answers else None
+        parts = self._parts(step)
         ends = [self._patience(r, parts) for r in self._awaited(step, parts)]
         return max(0.0, min(ends) - now) if ends else 0.0
 
     def _next_step(self) -> int | None:
-        heads = {s.head for s in self._streams.values() if s.queue}
+        heads = {s.head for s in self._streams.values() if s.head is not None}
         if len(heads) <= 1:
             return heads.pop() if heads else None
-        ordered = sorted(head for head in heads if head is not None)
+        ordered = sorted(heads)
         for step in ordered:
             others = (s for s in self._streams.values() if s.queue and s.head != step)
             if not any(s.holds(step) for s in others):
                 return step
         return ordered[0]
+
+    def _parts(self, step: int) -> list[int]:
+        """Name the ranks whose row at hand is this step's."""
+        return [rank for rank, stream in self._streams.items() if stream.head == step]
 
     def _awaited(self, step: int, parts: list[int]) -> list[int]:
         """Name the ranks that may still have a row for this step."""
@@ -217,47 +287,62 @@ class Alignment:
             return False
         if overdue:
             for rank in overdue:
-                self._streams[rank].state = "silent"
+                self._streams[rank].fall_silent()
             self.events.append(Event("silent", tuple(overdue), step))
         return True
 
     def _together(self, step: int, parts: list[int]) -> int:
         """Count the rows from here on that all of `parts` have, and nobody else can have."""
-        batches = [self._streams[r].queue[0][0] for r in parts]
-        n = min(len(batch) for batch in batches)
+        batches = [self._streams[r].queue[0] for r in parts]
+        most = max(1, min(_MOST_ROWS, _MOST_VALUES // max(1, len(parts) * len(batches[0].names))))
+        n = min(most, *map(len, batches))
         steps = batches[0].steps[:n]
         same = np.ones(n, np.bool_)
         same[1:] = steps[1:] > steps[:-1]
         for batch in batches[1:]:
             same &= batch.steps[:n] == steps
-        for rank, stream in self._streams.items():
-            if rank not in parts:
-                same &= self._passed(stream, steps, step)
-        return n if same.all() else max(1, int(np.argmin(same)))
-
-    def _passed(
-        self, stream: _Stream, steps: NDArray[np.int64], step: int
-    ) -> NDArray[np.bool_] | bool:
-        """Say of which of these steps this stream certainly has no row."""
-        if stream.head is not None:
-            return steps < stream.head if stream.head > step else steps == step
-        if stream.state in ("absent", "live"):
-            return steps < (stream.last or step)
-        return True
+        others = [s for s in self._streams.values() if s.head != step]
+        for stream in others:
+            same &= _passed(stream, steps, step)
+        n = n if same.all() else max(1, int(np.argmin(same)))
+        # By the first rule, a step that somebody has further behind is not the next.
+        busy = [s for s in others if s.queue]
+        ahead = steps[1:n].tolist() if busy else []
+        return next((i for i, s in enumerate(ahead, 1) if any(o.holds(s) for o in busy)), n)
 
     def _took(self, parts: list[int], n: int) -> None:
-        last = int(self._streams[parts[0]].queue[0][0].steps[n - 1])
+        steps = self._streams[parts[0]].queue[0].steps
+        first, last = int(steps[0]), int(steps[n - 1])
         for rank in parts:
             self._streams[rank].take(n)
         for stream in self._streams.values():
             if stream.state == "silent" and not stream.queue:
-                stream.missed = last if stream.missed is None else max(stream.missed, last)
+                stream.miss(first, last)
 
-    def _reduce(self, parts: list[int], n: int) -> Reduced:
-        batches = [(rank, self._streams[rank].queue[0][0].part(0, n)) for rank in parts]
+    def _reduce(self, batches: Sequence[tuple[int, Batch]]) -> Reduced:
         return reduce_rows(
             batches, stats=self._stats, weights=self.weights, world_size=len(self._ranks)
         )
+
+
+def _bare(batch: Batch) -> Batch:
+    """Give the steps and numbers alone: no more is reduced, and no more tells pieces apart."""
+    kinds = _FLOAT * len(batch.names)
+    return Batch(batch.steps, batch.times, batch.names, batch.numbers, kinds)
+
+
+def _nameless(batch: Batch) -> Batch:
+    """Give the steps alone."""
+    return Batch(batch.steps, batch.times, (), np.empty((len(batch), 0)), ())
+
+
+def _passed(stream: _Stream, steps: NDArray[np.int64], step: int) -> NDArray[np.bool_] | bool:
+    """Say of which of these steps, the first being `step`, this stream certainly has no row."""
+    if stream.head is not None:
+        return steps < stream.head if stream.head > step else steps == step
+    if stream.state in ("absent", "live"):
+        return steps < (step if stream.last is None else stream.last)
+    return True
 
 
 def reduce_rows(
@@ -271,28 +356,34 @@ def reduce_rows(
     first = batches[0][1]
     places = _places([batch.names for _, batch in batches])
     names = tuple(places)
+    at = {name: u for u, name in enumerate(names)}
     shape = (len(first), len(names))
     values = np.empty((len(stats), *shape))
     ranks = np.empty(shape, np.int64)
     nonfinite = np.empty(shape, np.int64)
     for holders, members in _by_holders(places).items():
-        out = [names.index(m) for m in members] if len(members) < len(names) else slice(None)
+        out = [at[m] for m in members] if len(members) < len(names) else slice(None)
         stack = np.stack(
             [batches[h][1].numbers[:, [places[m][h] for m in members]] for h in holders]
         )
         weigh = _weights(stack, members, holders, batches, weights)
-        who = np.array([batches[h][0] for h in holders])
+        these = np.array([batches[h][0] for h in holders])
         values[:, :, out], nonfinite[:, out] = over_ranks(
-            stack, ranks=who, stats=stats, weights=weigh
+            stack, ranks=these, stats=stats, weights=weigh
         )
         ranks[:, out] = len(holders)
+    who = frozenset(rank for rank, _ in batches)
     return Reduced(
-        first.steps, first.times, names, tuple(stats), values, ranks, nonfinite, world_size
+        first.steps, first.times, names, tuple(stats), values, ranks, nonfinite, world_size, who
     )
 
 
 def _places(all_names: Sequence[tuple[str, ...]]) -> dict[str, dict[int, int]]:
     """Say for each name which batches have it, and in which column."""
+    if all(names == all_names[0] for names in all_names):  # the rule, at a tenth of the price
+        return {
+            name: dict.fromkeys(range(len(all_names)), j) for j, name in enumerate(all_names[0])
+        }
     places: dict[str, dict[int, int]] = {}
     for i, names in enumerate(all_names):
         for column, name in enumerate(names):

@@ -1,22 +1,24 @@
 """Who we are, and the narrow protocol by which a rank's numbers meet those of the others.
 
-Three residents keep it: `local` (ranks in one process; the reference for the others), `host`
-(processes, over host memory), `torch` (the accelerator's own backend, on request).
+Two residents keep it: `local` (ranks in one process; the reference for the other) and `host`
+(processes, over host memory).
 
-A rank hands over its blocks with `start`, which never blocks and never raises, and picks up what has
+A rank hands over its rows with `start`, which never blocks and never raises, and picks up what has
 been finished with `poll`. All of it happens on the History's background thread. The contract:
 
-* **Order.** Reduced rows come in the order of the run, each once. Every block that was started is
-  answered by reduced rows that cover its steps, in the order of `start`.
+* **Order.** Reduced rows come in the order of the run, each once. Every row that was started is
+  answered, once and in the order of `start`: by the statistics that it is part of, or, if it came
+  after its step was reduced without it, by itself.
 * **Agreement.** Every rank is given the same reduced numbers, to the last bit.
-* **Disagreement.** Ranks need not start the same blocks. Statistics are over the ranks that
-  reported a step, and a reduced row says how many those were.
+* **Disagreement.** Ranks need not start the same rows. Statistics are over the ranks that reported
+  a step, and a reduced row says which those were.
 * **Deadline.** A rank that does not report what others did is waited for at most `timeout` seconds,
-  one that never reported anything at most `grace`; then the others go on without it, and it is
-  named once. Nothing in here waits without a deadline.
+  one that never reported anything for a shorter while (see `align`); then the others go on without
+  it, and it is named once. Nothing in here waits without a deadline.
 * **Failure.** A rank that is gone, or cannot be reached, is one message and statistics without it;
   if it was the one that reduces, the others go on with local statistics that say so.
-* **Close.** `close(seconds)` says goodbye and never hangs; tearing down in any order is quiet.
+* **Close.** `leave` says goodbye, `close` lets go; neither hangs, and tearing down in any order is
+  quiet.
 """
 
 from __future__ import annotations
@@ -40,9 +42,7 @@ class Identity:
     local_rank: int = 0
     local_world_size: int = 1
     host: str = field(default_factory=socket.gethostname)
-    source: str = (
-        "one process"  # or "torch.distributed", "jax.distributed", "torchrun", "slurm" ...
-    )
+    source: str = "one process"  # or "torch.distributed", "torchrun", "slurm" ...
     job: str = ""  # what tells this launch from any other on the same machines
 
 
@@ -50,7 +50,8 @@ class Identity:
 class Reduced:
     """Some steps' statistics over the ranks that reported them; the same on every rank.
 
-    `values` is statistics x steps x names; `ranks` and `nonfinite` are steps x names.
+    `values` is statistics x steps x names; `ranks` and `nonfinite` are steps x names. Without names
+    it answers rows that have no statistics: nothing but texts, or all too late.
     """
 
     steps: NDArray[np.int64]
@@ -61,6 +62,7 @@ class Reduced:
     ranks: NDArray[np.int64]
     nonfinite: NDArray[np.int64]
     world_size: int
+    who: frozenset[int]  # the ranks whose rows these are
 
     def __len__(self) -> int:
         return len(self.steps)

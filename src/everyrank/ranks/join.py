@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.ranks.align import reduce_rows
 from everyrank.ranks.base import Reduced
-from everyrank.records import Batch, Kind
+from everyrank.records import Batch, Kind, merged
 
 
 def join(own: Batch | None, reduced: Reduced, *, generation: int = 0) -> Iterator[Batch]:
     """Give the rows with their statistics: own value, then those of its name.
 
     `<name>/ranks` stands there when not every rank reported, `<name>/nonfinite` when values were
-    not finite; a batch has one set of names, so it is cut where these change.
+    not finite; a batch has one set of names, so it is cut where these change. Rows of others that
+    have no statistics are nothing to us.
     """
+    if own is None and not reduced.names:
+        return
     odd = reduced.nonfinite > 0
     changes = np.flatnonzero((odd[1:] != odd[:-1]).any(axis=1)) + 1
     edges = [0, *changes.tolist(), len(reduced)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         rows = own.part(start, stop) if own is not None else None
         yield _joined(rows, reduced.part(start, stop), generation)
 
@@ -34,7 +38,7 @@ def _joined(own: Batch | None, reduced: Reduced, generation: int) -> Batch:
     for j, (_, _, values) in enumerate(columns):
         numbers[:, j] = values
     names = tuple(name for name, _, _ in columns)
-    kinds = tuple(kind for _, kind, _ in columns)
+    kinds: tuple[Kind, ...] = tuple(kind for _, kind, _ in columns)
     if own is not None:
         return replace(own, names=names, kinds=kinds, numbers=numbers)
     return Batch(
@@ -52,7 +56,7 @@ def _columns(
     own: Batch | None, reduced: Reduced
 ) -> Iterator[tuple[str, Kind, NDArray[np.float64] | NDArray[np.int64]]]:
     """Give name, kind and values of every column: ours first, then what only others reported."""
-    ours = own.names if own is not None else ()
+    ours = dict.fromkeys(own.names) if own is not None else {}
     at = {name: u for u, name in enumerate(reduced.names)}
     for j, name in enumerate(ours):
         assert own is not None
@@ -77,71 +81,95 @@ def _statistics(
 
 
 class OwnRows:
-    """The rows that were started here and are not answered yet, in order."""
+    """The rows that were started here and are not answered yet, in order.
 
-    def __init__(self) -> None:
-        self._queue: deque[Batch] = deque()
-        self._generation = 0
+    A reduced row answers one of ours if `rank` took part in it. Without `rank` they are told by
+    their steps alone, which ranks that go back at different moments may have twice.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
         self.waiting = 0
+        self._rank = rank
+        self._queue: deque[Batch] = deque()
+        self._at = 0  # how many rows of the first batch are answered
+        self._generation: int | None = None  # of the row that was answered last
 
     def add(self, batch: Batch) -> None:
         """Remember rows that were started."""
-        self._queue.append(batch)
-        self._generation = batch.generation
-        self.waiting += len(batch)
+        if len(batch):
+            self._queue.append(batch)
+            self.waiting += len(batch)
 
     @property
     def next_step(self) -> int | None:
         """Give the step of the first row that waits."""
-        return int(self._queue[0].steps[0]) if self._queue else None
+        return int(self._queue[0].steps[self._at]) if self._queue else None
 
     def batches(self) -> Iterator[Batch]:
         """Give all rows that wait."""
-        return iter(self._queue)
+        for i, batch in enumerate(self._queue):
+            yield batch if i else batch.part(self._at, len(batch))
 
     def answer_alone(
         self, rank: int, *, stats: Sequence[str], weights: Mapping[str, str], world_size: int
     ) -> Iterator[Batch]:
         """Give all rows that wait, with statistics over this rank only, which say so."""
-        while self._queue:
-            batch = self._queue[0]
-            alone = reduce_rows(
-                [(rank, batch)], stats=stats, weights=weights, world_size=world_size
-            )
-            yield from self.answer(alone)
+        for own in merged(self._take(self.waiting)):
+            alone = reduce_rows([(rank, own)], stats=stats, weights=weights, world_size=world_size)
+            yield from join(own, alone)
 
     def answer(self, reduced: Reduced) -> Iterator[Batch]:
-        """Give the batches of the reduced rows: with our own values where the steps are ours."""
+        """Give the batches of the reduced rows: with our own values where the rows are ours."""
+        ours = self._rank is None or self._rank in reduced.who
         at = 0
         while at < len(reduced):
-            own = self._queue[0] if self._queue else None
-            n = _shared(own, reduced, at) if own is not None else 0
-            if own is not None and n:
-                self._take(n)
-                yield from join(own.part(0, n), reduced.part(at, at + n))
-                at += n
-            else:
-                n = _foreign(own, reduced, at)
-                yield from join(None, reduced.part(at, at + n), generation=self._generation)
+            rows = merged(self._take(self._shared(reduced, at) if ours else 0))
+            for own in rows:
+                yield from join(own, reduced.part(at, at + len(own)))
+                at += len(own)
+            if not rows:
+                n = self._foreign(reduced, at) if ours else len(reduced)
+                generation = self._generation_now()
+                yield from join(None, reduced.part(at, at + n), generation=generation)
                 at += n
 
-    def _take(self, n: int) -> None:
-        batch = self._queue.popleft()
+    def _take(self, n: int) -> list[Batch]:
+        """Take the next `n` rows."""
         self.waiting -= n
-        if n < len(batch):
-            self._queue.appendleft(batch.part(n, len(batch)))
+        taken = []
+        while n:
+            batch, start = self._queue[0], self._at
+            stop = min(len(batch), start + n)
+            taken.append(batch.part(start, stop))
+            n -= stop - start
+            self._at = stop
+            if stop == len(batch):
+                self._queue.popleft()
+                self._at = 0
+            self._generation = batch.generation
+        return taken
 
+    def _shared(self, reduced: Reduced, at: int) -> int:
+        """Count the rows from `at` on that are the next of our own."""
+        n = 0
+        for i, batch in enumerate(self._queue):
+            own = batch.steps if i else batch.steps[self._at :]
+            steps = reduced.steps[at + n : at + n + len(own)]
+            same = own[: len(steps)] == steps
+            if not same.all():
+                return n + int(np.argmin(same))
+            n += len(steps)
+            if at + n == len(reduced):
+                break
+        return n
 
-def _shared(own: Batch, reduced: Reduced, at: int) -> int:
-    """Count the rows from `at` on that are the next of our own."""
-    n = min(len(own), len(reduced) - at)
-    same = own.steps[:n] == reduced.steps[at : at + n]
-    return n if same.all() else int(np.argmin(same))
+    def _foreign(self, reduced: Reduced, at: int) -> int:
+        """Count the rows from `at` on that only others reported."""
+        ours = np.flatnonzero(reduced.steps[at:] == self.next_step)
+        return int(ours[0]) if self._queue and len(ours) else len(reduced) - at
 
-
-def _foreign(own: Batch | None, reduced: Reduced, at: int) -> int:
-    """Count the rows from `at` on that only others reported."""
-    if own is None:
-        return len(reduced) - at
-    ours = np.flatnonzero(reduced.steps[at:] == own.steps[0])
-    return int(ours[0]) if len(ours) else len(reduced) - at
+    def _generation_now(self) -> int:
+        """Give the generation of rows that come before the next of our own."""
+        if self._generation is not None:
+            return self._generation
+        return self._queue[0].generation if self._queue else 0

@@ -2,7 +2,9 @@
 
 Each launcher is a row of `LAUNCHERS`: which variables it sets for what. The first row whose rank
 and world size are both set answers, so the order matters: torchrun runs inside the others, and MPI
-inside SLURM steps whose tasks are not its ranks but its daemons.
+inside SLURM steps whose tasks are not its ranks but its daemons. Where that row leaves the local
+rank open, the next that means the same rank of as many tells it: a script that exports RANK from
+SLURM_PROCID, or srun, which sets a few of PMI's variables beside its own.
 
     >>> from_environment({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
     1
@@ -14,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from everyrank.ranks.base import Identity
@@ -45,7 +47,8 @@ LAUNCHERS = (
         world_size=("WORLD_SIZE",),
         local_rank=("LOCAL_RANK",),
         local_world_size=("LOCAL_WORLD_SIZE",),
-        job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
+        # Not its restart count, which each node counts for itself.
+        job=("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
     ),
     Launcher(
         source="openmpi",
@@ -103,13 +106,26 @@ def from_environment(environ: Environment = os.environ) -> Identity | None:
     Values that make no sense are warned about once, and then that launcher counts as absent: a
     metrics library does not end a run over a variable.
     """
+    first: Identity | None = None
     for launcher in LAUNCHERS:
-        if _speaks(launcher, environ):
-            try:
-                return _identity(launcher, environ)
-            except ValueError as error:
-                _warn_once(f"{error} The {launcher.source} environment is ignored.")
-    return None
+        me = _identity(launcher, environ) if _speaks(launcher, environ) else None
+        if me is None or (first and (first.rank, first.world_size) != (me.rank, me.world_size)):
+            continue
+        if _first(launcher.local_rank, environ):
+            return me
+        first = first or me
+    return first
+
+
+def as_told_by(source: str, rank: int, world_size: int) -> Identity:
+    """Say who a framework says we are, with what the launcher knows of this host.
+
+    A launcher that counts other ranks than the framework does knows nothing of these.
+    """
+    launched = from_environment()
+    if launched is None or (launched.rank, launched.world_size) != (rank, world_size):
+        return Identity(rank, world_size, source=source)
+    return replace(launched, source=source)
 
 
 def master_address(environ: Environment = os.environ) -> str | None:
@@ -147,7 +163,15 @@ def _speaks(launcher: Launcher, environ: Environment) -> bool:
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def _identity(launcher: Launcher, environ: Environment) -> Identity:
+def _identity(launcher: Launcher, environ: Environment) -> Identity | None:
+    try:
+        return _read(launcher, environ)
+    except ValueError as error:
+        _warn_once(f"{error} The {launcher.source} environment is ignored.")
+        return None
+
+
+def _read(launcher: Launcher, environ: Environment) -> Identity:
     world_size = _number(launcher.world_size, environ, at_least=1)
     rank = _number(launcher.rank, environ, below=world_size)
     local_rank = _number(launcher.local_rank, environ, below=world_size)
@@ -173,9 +197,13 @@ def _local_world_size(launcher: Launcher, environ: Environment) -> int:
         match = _TASKS.fullmatch(part)
         if match is None:
             raise ValueError(f"{name}={environ[name]!r} is not a number of tasks a node.")
-        counts += [int(match[1])] * int(match[2] or 1)
+        counts.append((int(match[1]), int(match[2] or 1)))
     node = _number(("SLURM_NODEID",), environ) if len(counts) > 1 else 0
-    return counts[min(node, len(counts) - 1)]
+    for tasks, nodes in counts:
+        if node < nodes:
+            return tasks
+        node -= nodes
+    return counts[-1][0]
 
 
 def _first(names: Sequence[str], environ: Environment) -> str | None:

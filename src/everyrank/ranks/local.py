@@ -8,6 +8,7 @@ Each History behaves as if it ran on a rank of its own, with no socket and no se
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,15 @@ from everyrank.ranks.align import GRACE, Alignment
 from everyrank.ranks.base import Identity, Reduced
 from everyrank.ranks.join import OwnRows
 from everyrank.records import Batch
+from everyrank.reductions import DEFAULT_STATS
+
+log = logging.getLogger("everyrank")
+
+_MESSAGES = {
+    "silent": "step %d is reduced without rank %s, which did not report it in time. Statistics go "
+    "on over the others, and include it again as soon as it reports.",
+    "back": "from step %d on, rank %s reports again.",
+}
 
 
 class Alone:
@@ -67,12 +77,21 @@ class Alone:
 class _Meeting:
     """What ranks in one process share: the alignment, and a place for each one's answers."""
 
-    def __init__(self, alignment: Alignment, n: int, clock: Callable[[], float]) -> None:
+    def __init__(self, alignment: Alignment, clock: Callable[[], float]) -> None:
         self.alignment = alignment
         self.clock = clock
-        self.answers: list[list[Reduced]] = [[] for _ in range(n)]
-        self.flush: list[bool] = [False] * n
+        self.answers: dict[int, list[Reduced]] = {}  # of the ranks that are there
+        self.flush: set[int] = set()  # the ranks that are asked to hand over what they have
         self.lock = threading.Lock()
+
+    def tell(self) -> None:
+        """Reduce what can be, and give it to everybody who is there."""
+        reduced = self.alignment.pop(self.clock())
+        for answers in self.answers.values():
+            answers += reduced
+        events, self.alignment.events = self.alignment.events, []
+        for event in events:
+            log.warning(_MESSAGES[event.what], event.step, ", ".join(map(str, event.ranks)))
 
 
 class InProcess:
@@ -83,9 +102,8 @@ class InProcess:
     def __init__(self, identity: Identity, meeting: _Meeting) -> None:
         self.identity = identity
         self._meeting = meeting
-        self._own = OwnRows()
-        with meeting.lock:
-            meeting.alignment.join(identity.rank)
+        self._own = OwnRows(identity.rank)
+        self._closed = False
 
     @property
     def unfinished(self) -> int:
@@ -101,16 +119,16 @@ class InProcess:
         """Hand over some steps."""
         self._own.add(batch)
         with self._meeting.lock:
+            self._join()
             self._meeting.alignment.add(self.identity.rank, batch, self._meeting.clock())
 
     def poll(self) -> list[Batch]:
         """Give the rows that are finished."""
-        meeting = self._meeting
-        with meeting.lock:
-            for reduced in meeting.alignment.pop(meeting.clock()):
-                for answers in meeting.answers:
-                    answers.append(reduced)
-            mine, meeting.answers[self.identity.rank] = meeting.answers[self.identity.rank], []
+        with self._meeting.lock:
+            answers = self._join()
+            self._meeting.tell()
+            mine = answers.copy()
+            answers.clear()
         return [batch for reduced in mine for batch in self._own.answer(reduced)]
 
     def declare_weight(self, name: str, weight: str) -> None:
@@ -120,40 +138,57 @@ class InProcess:
 
     def request_flush(self) -> None:
         """Ask the other ranks to hand over what they have."""
-        me = self.identity.rank
-        self._meeting.flush = [asked or r != me for r, asked in enumerate(self._meeting.flush)]
+        with self._meeting.lock:
+            self._meeting.flush |= self._meeting.answers.keys() - {self.identity.rank}
 
     def flush_requested(self) -> bool:
         """Say, once, whether another rank asked."""
-        asked = self._meeting.flush[self.identity.rank]
-        self._meeting.flush[self.identity.rank] = False
+        with self._meeting.lock:
+            asked = self.identity.rank in self._meeting.flush
+            self._meeting.flush.discard(self.identity.rank)
         return asked
 
     def leave(self) -> None:
         """Say that nothing more comes from this rank."""
         with self._meeting.lock:
             self._meeting.alignment.leave(self.identity.rank)
+            if self.identity.rank == 0:
+                # As in `host`, whoever brings the numbers together waits for nobody much longer.
+                self._meeting.alignment.hurry()
+        if self.identity.rank == 0:
+            self.request_flush()
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Take in no more answers."""
+        with self._meeting.lock:
+            self._closed = True
+            self._meeting.answers.pop(self.identity.rank, None)
 
     def health(self) -> dict[str, Any]:
         """Say who is missing and what came late."""
         alignment = self._meeting.alignment
-        return {"missing_ranks": alignment.missing(), "late_rows": alignment.late}
+        with self._meeting.lock:
+            return {"missing_ranks": alignment.missing(), "late_rows": alignment.late}
+
+    def _join(self) -> list[Reduced]:
+        """Be there, from the first row or the first look on; give the place for our answers."""
+        if self._closed:
+            return []
+        self._meeting.alignment.join(self.identity.rank)
+        return self._meeting.answers.setdefault(self.identity.rank, [])
 
 
 def in_process(
     n: int,
     *,
-    stats: Sequence[str] = ("mean", "max", "min", "std"),
+    stats: Sequence[str] = DEFAULT_STATS,
     timeout: float = 60.0,
     grace: float = GRACE,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[InProcess]:
     """Give `n` ranks that reduce together within this process."""
     alignment = Alignment(range(n), stats=stats, timeout=timeout, grace=grace)
-    meeting = _Meeting(alignment, n, clock)
+    meeting = _Meeting(alignment, clock)
     return [
         InProcess(Identity(rank=r, world_size=n, source="in process"), meeting) for r in range(n)
     ]

@@ -7,51 +7,48 @@ group, and so asks no rank to do anything at the same moment as another.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from everyrank.errors import OptionError
 from everyrank.ranks.base import Identity
-from everyrank.ranks.launcher import from_environment
+from everyrank.ranks.launcher import as_told_by
 from everyrank.ranks.store import Store
+
+
+def _dist() -> Any | None:
+    """Give `torch.distributed` if the program has imported it, and this torch can do it."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() else None
 
 
 def initialized() -> bool:
     """Say whether the program has initialised `torch.distributed`."""
-    dist = sys.modules.get("torch.distributed")
-    return bool(dist and dist.is_available() and dist.is_initialized())
+    dist = _dist()
+    return dist is not None and bool(dist.is_initialized())
 
 
 def identity() -> Identity:
     """Give who we are in the default group; the launcher knows which rank we are on this host."""
     import torch.distributed as dist
 
-    launched = from_environment() or Identity()
-    return Identity(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=launched.local_rank,
-        local_world_size=launched.local_world_size,
-        source="torch.distributed",
-        job=launched.job,
-    )
+    return as_told_by("torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
-def members(group: Any) -> tuple[int, ...]:
-    """Give the global ranks of a ProcessGroup, a DeviceMesh (or a slice of one), or a sequence."""
-    import torch.distributed as dist
+def members(group: Any) -> tuple[int, ...] | None:
+    """Give the global ranks of a ProcessGroup or of a DeviceMesh (or a slice of one), else None.
 
+    The ProcessGroup that `new_group` gives to ranks outside it has no members.
+    """
+    dist = _dist()
+    if dist is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ()
     if isinstance(group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(group))
     if hasattr(group, "mesh") and hasattr(group, "mesh_dim_names"):
         # The slice of the mesh that holds this rank: `mesh["dp"]` has one row for each group.
-        return tuple(sorted(int(r) for r in group.mesh.flatten().tolist()))
-    if isinstance(group, Sequence) and all(isinstance(r, int) for r in group):
-        return tuple(sorted(group))
-    raise OptionError(
-        f"group={group!r} must be a ProcessGroup, a DeviceMesh or a sequence of ranks; "
-        'with a DeviceMesh pass the part to reduce over, for example mesh=mesh["dp"].'
-    )
+        return tuple(int(rank) for rank in group.mesh.flatten().tolist())
+    return None
 
 
 class TorchStore:
@@ -62,9 +59,13 @@ class TorchStore:
     """
 
     def __init__(self) -> None:
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.distributed_c10d import _get_default_store
 
-        self._store: Any = dist.PrefixStore("everyrank", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore("everyrank", _get_default_store())
+
+    def __str__(self) -> str:
+        return "the store of torch.distributed"
 
     def leave(self, key: str, note: str) -> None:
         """Leave a note under a key."""
@@ -74,7 +75,7 @@ class TorchStore:
         """Give the note if it is there."""
         if not self._store.check([key]):
             return None
-        return str(self._store.get(key).decode())
+        return self._store.get(key).decode()
 
 
 def store() -> Store:

@@ -3,6 +3,14 @@
 A frame is a length, a kind and a payload. Names travel once: the first rows with a new set of names
 are preceded by a table that numbers it, and from then on rows are a number, steps, times and floats
 as they lie in memory (little-endian, which every machine that trains is).
+
+* **Order.** Frames arrive in the order in which they were queued, each whole, however the socket
+  cuts the bytes.
+* **Bound.** Rows travel in pieces of a few megabytes, one call of `frames` takes in a few more, and
+  who has not said a word that we know may not begin with a large one.
+* **Garbage.** Bytes that no rank of ours would send close the connection; they raise nothing.
+* **End.** What the other side said before it went is still given; then `closed` is True, what was
+  queued is dropped, and whatever is queued from there on.
 """
 
 from __future__ import annotations
@@ -12,19 +20,27 @@ import enum
 import json
 import socket
 import struct
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from everyrank.ranks.base import Reduced
 from everyrank.records import Batch
+from everyrank.records import Kind as Number
 
 _HEAD = struct.Struct("<IB")
-_ROWS = struct.Struct("<III")  # table, steps, names
-_REDUCED = struct.Struct("<IIIII")  # table, steps, names, statistics, world size
+_ROWS = struct.Struct("<II")  # table, steps
+_REDUCED = struct.Struct("<IIII")  # table, steps, world size, nothing (floats lie at eights)
 
-#: A frame larger than this is no frame of ours.
-MAX_FRAME = 1 << 30
+#: A frame larger than this is no frame of ours; nor is a first one larger than that.
+MAX_FRAME, MAX_FIRST_FRAME = 1 << 30, 1 << 20
+
+_PIECE = 4 << 20  # bytes of rows in a frame, and a row at least
+_MOUTHFUL = 16 << 20  # bytes taken in by one call, so that no rank is heard at others' expense
+_MOST_TABLES = 4096  # after so many sets of names, numbers are given anew
+
+_T = TypeVar("_T", Batch, Reduced)
 
 
 class Kind(enum.IntEnum):
@@ -40,6 +56,17 @@ class Kind(enum.IntEnum):
     STILL_HERE = 8  # nothing to say, but I live
 
 
+_KINDS = frozenset(Kind)
+
+
+class _Table(NamedTuple):
+    """What the rows of a frame are of."""
+
+    names: tuple[str, ...]
+    stats: tuple[str, ...] = ()
+    who: frozenset[int] = frozenset()
+
+
 class Channel:
     """One connection: frames in, frames out, and never a wait."""
 
@@ -52,8 +79,9 @@ class Channel:
         self.heard = False  # whether anything arrived since somebody reset this
         self._in = bytearray()
         self._out = bytearray()
-        self._tables_out: dict[tuple[Any, ...], int] = {}
-        self._tables_in: dict[int, Any] = {}
+        self._largest = MAX_FIRST_FRAME
+        self._tables_out: dict[_Table, int] = {}
+        self._tables_in: dict[int, _Table] = {}
 
     @property
     def backlog(self) -> int:
@@ -66,109 +94,103 @@ class Channel:
 
     def send_rows(self, batch: Batch) -> None:
         """Queue rows."""
-        head = _ROWS.pack(self._table(batch.names), len(batch), len(batch.names))
-        self._frame(
-            Kind.ROWS, head, _bytes(batch.steps), _bytes(batch.times), _bytes(batch.numbers)
-        )
+        table = self._table(_Table(batch.names))
+        for piece in _pieces(batch, 2 + len(batch.names)):
+            head = _ROWS.pack(table, len(piece))
+            self._frame(Kind.ROWS, head, *map(_bytes, (piece.steps, piece.times, piece.numbers)))
 
     def send_reduced(self, reduced: Reduced) -> None:
         """Queue reduced rows."""
-        head = _REDUCED.pack(
-            self._table((reduced.names, reduced.stats)),
-            len(reduced),
-            len(reduced.names),
-            len(reduced.stats),
-            reduced.world_size,
-        )
-        arrays = (reduced.steps, reduced.times, reduced.values, reduced.ranks, reduced.nonfinite)
-        self._frame(Kind.REDUCED, head, *map(_bytes, arrays))
+        table = self._table(_Table(reduced.names, reduced.stats, reduced.who))
+        for piece in _pieces(reduced, 2 + len(reduced.names) * (2 + len(reduced.stats))):
+            head = _REDUCED.pack(table, len(piece), piece.world_size, 0)
+            arrays = (piece.steps, piece.times, piece.values, piece.ranks, piece.nonfinite)
+            self._frame(Kind.REDUCED, head, *map(_bytes, arrays))
 
     def push(self) -> None:
         """Send what the socket takes now."""
-        while self._out and not self.closed:
+        while self._out:
             try:
                 sent = self.sock.send(memoryview(self._out)[: 1 << 20])
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self.closed = True
+                self._pull()  # the other side may have said goodbye before it went
+                self._end()
                 return
             del self._out[:sent]
 
-    def frames(self) -> list[tuple[Kind, bytes]]:
-        """Give the whole frames that have arrived; `closed` is set at the end of the stream."""
+    def frames(self) -> Iterator[tuple[Kind, bytes]]:
+        """Give the whole frames that have arrived, one by one; what is not taken stays.
+
+        Tables are learned in passing. `closed` is set at the end of the stream.
+        """
         self._pull()
-        out = []
-        at = 0
-        while len(self._in) - at >= _HEAD.size:
-            size, kind = _HEAD.unpack_from(self._in, at)
-            if size > MAX_FRAME or kind not in Kind._value2member_map_:
-                self.closed = True  # not one of us
-                return out
-            if len(self._in) - at - _HEAD.size < size:
-                break
-            start = at + _HEAD.size
-            out.append((Kind(kind), bytes(self._in[start : start + size])))
-            at = start + size
-        del self._in[:at]
-        return out
+        while (frame := self._next_frame()) is not None:
+            kind, payload = frame
+            if not self._makes_sense(kind, payload):
+                self._give_up()
+            elif kind is Kind.TABLE:
+                self.learn_table(payload)
+            else:
+                yield frame
 
     def learn_table(self, payload: bytes) -> None:
         """Remember the names behind a number."""
-        number, names = json.loads(payload)
-        self._tables_in[number] = names
+        number, names, stats, who = json.loads(payload)
+        self._tables_in[number] = _Table(tuple(names), tuple(stats), frozenset(who))
 
     def read_rows(self, payload: bytes) -> Batch:
         """Give the rows of a frame."""
-        table, n, m = _ROWS.unpack_from(payload)
-        at = _ROWS.size
-        steps = np.frombuffer(payload, "<i8", n, at)
-        times = np.frombuffer(payload, "<f8", n, at + 8 * n)
-        numbers = np.frombuffer(payload, "<f8", n * m, at + 16 * n).reshape(n, m)
-        names = tuple(self._tables_in[table])
-        return Batch(steps, times, names, numbers, ("float",) * m)
+        table, n = _ROWS.unpack_from(payload)
+        names = self._tables_in[table].names
+        m = len(names)
+        steps, times, numbers = _arrays(payload, _ROWS.size, ("<i8", n), ("<f8", n), ("<f8", n * m))
+        kinds: tuple[Number, ...] = ("float",)
+        return Batch(steps, times, names, numbers.reshape(n, m), kinds * m)
 
     def read_reduced(self, payload: bytes) -> Reduced:
         """Give the reduced rows of a frame."""
-        table, n, m, s, world_size = _REDUCED.unpack_from(payload)
-        names, stats = self._tables_in[table]
-        at = _REDUCED.size
-        arrays = []
-        for dtype, count in (
+        table, n, world_size, _ = _REDUCED.unpack_from(payload)
+        names, stats, who = self._tables_in[table]
+        m, s = len(names), len(stats)
+        steps, times, values, ranks, nonfinite = _arrays(
+            payload,
+            _REDUCED.size,
             ("<i8", n),
             ("<f8", n),
             ("<f8", s * n * m),
             ("<i8", n * m),
             ("<i8", n * m),
-        ):
-            arrays.append(np.frombuffer(payload, dtype, count, at))
-            at += 8 * count
-        steps, times, values, ranks, nonfinite = arrays
+        )
         return Reduced(
             steps,
             times,
-            tuple(names),
-            tuple(stats),
+            names,
+            stats,
             values.reshape(s, n, m),
             ranks.reshape(n, m),
             nonfinite.reshape(n, m),
             world_size,
+            who,
         )
 
     def close(self) -> None:
         """Let go of the socket."""
-        self.closed = True
+        self._give_up()
         with contextlib.suppress(OSError):
             self.sock.close()
 
-    def _table(self, names: tuple[Any, ...]) -> int:
-        number = self._tables_out.get(names)
+    def _table(self, table: _Table) -> int:
+        number = self._tables_out.get(table)
         if number is None:
-            number = self._tables_out[names] = len(self._tables_out)
-            self.say(Kind.TABLE, [number, names])
+            if len(self._tables_out) >= _MOST_TABLES:
+                self._tables_out.clear()
+            number = self._tables_out[table] = len(self._tables_out)
+            self.say(Kind.TABLE, [number, table.names, table.stats, sorted(table.who)])
         return number
 
-    def _frame(self, kind: Kind, *parts: bytes | memoryview) -> None:
+    def _frame(self, kind: Kind, *parts: bytes) -> None:
         if self.closed:
             return
         self._out += _HEAD.pack(sum(map(len, parts)), kind)
@@ -176,7 +198,9 @@ class Channel:
             self._out += part
 
     def _pull(self) -> None:
-        while not self.closed:
+        """Take in what has arrived."""
+        enough = len(self._in) + _MOUTHFUL
+        while not self.closed and len(self._in) < enough:
             try:
                 data = self.sock.recv(1 << 18)
             except (BlockingIOError, InterruptedError):
@@ -184,11 +208,87 @@ class Channel:
             except OSError:
                 data = b""
             if not data:
-                self.closed = True
+                self._end()
                 return
             self.heard = True
             self._in += data
 
+    def _next_frame(self) -> tuple[Kind, bytes] | None:
+        """Take the next frame, if it has arrived whole."""
+        if len(self._in) < _HEAD.size:
+            return None
+        size, kind = _HEAD.unpack_from(self._in)
+        if kind not in _KINDS or size > self._largest:
+            self._give_up()
+            return None
+        stop = _HEAD.size + size
+        if len(self._in) < stop:
+            return None
+        with memoryview(self._in) as view:
+            payload = bytes(view[_HEAD.size : stop])
+        del self._in[:stop]
+        self._largest = MAX_FRAME
+        return Kind(kind), payload
+
+    def _makes_sense(self, kind: Kind, payload: bytes) -> bool:
+        """Say whether a frame is what one of its kind should be."""
+        if kind in (Kind.HELLO, Kind.WELCOME):
+            return isinstance(_parsed(payload), dict)
+        if kind is Kind.TABLE:
+            return _is_table(_parsed(payload))
+        if kind not in (Kind.ROWS, Kind.REDUCED):
+            return True
+        head = _ROWS if kind is Kind.ROWS else _REDUCED
+        if len(payload) < head.size:
+            return False
+        table, n = head.unpack_from(payload)[:2]
+        known = self._tables_in.get(table)
+        if known is None:
+            return False
+        columns = 1 if kind is Kind.ROWS else 2 + len(known.stats)
+        size: int = head.size + 8 * n * (2 + columns * len(known.names))
+        return len(payload) == size
+
+    def _end(self) -> None:
+        """Send no more; what has arrived may still be read."""
+        self.closed = True
+        self._out.clear()
+
+    def _give_up(self) -> None:
+        """Send no more, and hear no more."""
+        self._end()
+        self._in.clear()
+
+
+def _pieces(whole: _T, width: int) -> Iterator[_T]:
+    """Cut rows that have so many numbers each into pieces that a socket takes in little time."""
+    most = max(1, _PIECE // (8 * width))
+    for start in range(0, len(whole), most):
+        yield whole.part(start, start + most)
+
 
 def _bytes(array: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(array).tobytes()
+
+
+def _arrays(payload: bytes, at: int, *kinds: tuple[str, int]) -> Iterator[np.ndarray[Any, Any]]:
+    """Give the arrays that lie one after the other in a payload, without copying them."""
+    for dtype, count in kinds:
+        yield np.frombuffer(payload, dtype, count, at)
+        at += 8 * count
+
+
+def _parsed(payload: bytes) -> Any:
+    """Give what JSON says, or None if it is none."""
+    try:
+        return json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_table(message: Any) -> bool:
+    """Say whether this is a number, names, statistics and ranks."""
+    if not isinstance(message, list) or len(message) != 4 or not isinstance(message[0], int):
+        return False
+    kinds = zip(message[1:], (str, str, int), strict=True)
+    return all(isinstance(m, list) and all(isinstance(x, t) for x in m) for m, t in kinds)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
 from everyrank.stage import Part, Place, check_size
+from everyrank.stage.capture import relax_this_thread
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}  # used by background threads only
 
@@ -71,6 +72,7 @@ class TorchBlock:
         return _as_numpy(self.rows[slot].cpu())
 
     def _start_copy(self) -> None:
+        relax_this_thread()  # the program may be capturing a graph just now
         device = self.buffer.device
         stream = _copy_streams.get(device)
         if stream is None:

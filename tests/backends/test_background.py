@@ -1,0 +1,234 @@
+"""The wrappers that keep a destination from hurting a run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everyrank.backends.background import Background, Guard
+from everyrank.backends.base import Backend
+from everyrank.records import Batch, Description, Record
+from everyrank.testing import MemoryBackend
+
+LONG = 60.0  # ends a hang, and is never waited for
+
+
+class Slow(MemoryBackend):
+    """A backend that notes its thread, and stands still in some methods until it may go on."""
+
+    def __init__(self, *hangs_in: str) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.threads: set[int] = set()
+        self.calls: list[str] = []
+        self._hangs_in = hangs_in
+
+    def write(self, record: Record) -> None:
+        self._enter("write")
+        super().write(record)
+
+    def flush(self) -> None:
+        self._enter("flush")
+
+    def close(self) -> None:
+        self._enter("close")
+        super().close()
+
+    def _enter(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.get_ident())
+        self.entered.set()
+        if what in self._hangs_in:
+            self.gate.wait(LONG)
+
+
+class Broken:
+    """A backend in which nothing works."""
+
+    name = "broken"
+
+    def write(self, record: Record) -> None:
+        raise ValueError(f"no step {record.step}")
+
+    def flush(self) -> None:
+        raise OSError("no flush")
+
+    def describe(self, descriptions: Any) -> None:
+        raise TypeError("no descriptions")
+
+    def close(self) -> None:
+        raise RuntimeError("no end")
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    """Give a backend that hangs in write, until the test is over at the latest."""
+    slow = Slow("write")
+    yield slow
+    slow.gate.set()
+
+
+def a_batch(*steps: int, **more: Any) -> Batch:
+    """Make a batch of some steps."""
+    numbers = np.array(steps, float)[:, None]
+    return Batch(np.array(steps), np.zeros(len(steps)), ("x",), numbers, ("float",), **more)
+
+
+def record(step: int, **more: Any) -> Record:
+    """Make a record of one number."""
+    return Record(step, 0.0, {"x": float(step)}, **more)
+
+
+def test_records_and_batches_come_in_order_on_one_thread():
+    """Whatever is written arrives once, in order, on one thread that is not the caller's."""
+    slow = Slow()
+    background = Background(slow)
+    assert isinstance(background, Backend)
+    for step in range(0, 300, 3):
+        background.write(record(step))
+        background.write_batch(a_batch(step + 1, step + 2))
+    background.write_batch(a_batch())
+    assert background.close(LONG)
+    assert [r.step for r in slow.records] == list(range(300))
+    assert slow.records[5] == record(5)
+    assert len(slow.threads) == 1
+    assert slow.threads != {threading.get_ident()}
+    assert slow.calls[-2:] == ["flush", "close"]
+
+
+def test_what_names_the_backend_is_left_out():
+    """A step that the caller asked this backend to skip does not reach it; others' do."""
+    memory = MemoryBackend()
+    background = Background(memory)
+    background.write(record(0, skip=frozenset({"memory"})))
+    background.write(record(1, skip=frozenset({"wandb"})))
+    background.write_batch(a_batch(2, 3, skip=frozenset({"wandb", "memory"})))
+    assert background.close(LONG)
+    assert [r.step for r in memory.records] == [1]
+
+
+def test_a_backend_may_go_by_another_name():
+    """Two backends of one kind are told apart by the name given here."""
+    memory = MemoryBackend()
+    background = Background(memory, name="second")
+    background.write(record(0, skip=frozenset({"memory"})))
+    assert background.close(LONG)
+    assert (background.name, len(memory.records)) == ("second", 1)
+
+
+def test_flush_reaches_the_destination():
+    """After a flush the backend has every record, and was told that no more is waiting."""
+    slow = Slow()
+    background = Background(slow)
+    background.write(record(0))
+    assert background.flush(LONG)
+    assert slow.calls == ["write", "flush"]
+    assert background.close(LONG)
+
+
+def test_flush_and_close_are_bounded(slow: Slow, caplog: pytest.LogCaptureFixture):
+    """A backend that hangs costs the deadline, a warning that says how much is lost, and no more."""
+    background = Background(slow)
+    background.write(record(0))
+    slow.entered.wait(LONG)
+    background.write(record(1))
+    assert not background.flush(0.0)
+    assert background.health()["waiting"] == 2
+    assert not background.close(0.0)
+    assert not background.close(LONG)
+    (warning,) = caplog.records
+    assert warning.getMessage() == (
+        "the memory backend was not done within 0 s and is given up: 2 records were still waiting "
+        "for it"
+    )
+    background.write(record(2))
+    slow.gate.set()
+    with slow._changed:
+        assert slow._changed.wait_for(lambda: slow.closed, LONG)  # it is closed when it comes back
+    assert [r.step for r in slow.records] == [0]
+
+
+def test_a_backend_that_hangs_in_its_close_hangs_nobody():
+    """Also the backend's own close has a deadline."""
+    slow = Slow("close")
+    background = Background(slow)
+    background.write(record(0))
+    assert not background.close(0.0)
+    slow.gate.set()
+
+
+def test_a_full_queue_is_met_by_waiting(slow: Slow, caplog: pytest.LogCaptureFixture):
+    """Above the capacity the writer waits, and nothing is dropped."""
+    background = Background(slow, capacity=2)
+    writer = threading.Thread(target=lambda: [background.write(record(i)) for i in range(9)])
+    writer.start()
+    slow.entered.wait(LONG)
+    slow.gate.set()
+    writer.join(LONG)
+    assert background.close(LONG)
+    assert [r.step for r in slow.records] == list(range(9))
+    assert all("everyrank-memory is behind" in r.getMessage() for r in caplog.records)
+
+
+def test_a_failing_backend_is_said_once_and_counted(caplog: pytest.LogCaptureFixture):
+    """One warning with its cause, every failure counted, and nothing raised into the caller."""
+    background = Background(Broken())
+    background.describe({})
+    for step in range(3):
+        background.write(record(step))
+        assert background.flush(LONG)
+    assert background.close(LONG)
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert warning.getMessage() == (
+        "the broken backend failed and training goes on without it: describe: TypeError: no "
+        "descriptions (said once; history.health() counts the rest)"
+    )
+    assert background.health() == {
+        "waiting": 0,
+        "failures": 8,
+        "last_failure": "close: RuntimeError: no end",
+    }
+
+
+def test_a_guard_goes_on_after_a_failure():
+    """A guarded backend that recovers gets the records that come then."""
+
+    class Moody(MemoryBackend):
+        def write(self, record: Record) -> None:
+            if record.step == 1:
+                raise OSError("not now")
+            super().write(record)
+
+    moody = Moody()
+    guard = Guard(moody)
+    assert isinstance(guard, Backend)
+    for step in range(3):
+        guard.write(record(step))
+    guard.flush()  # of a backend that has no flush
+    guard.describe({})
+    guard.close()
+    assert [r.step for r in moody.records] == [0, 2]
+    assert (guard.failures, guard.last_failure) == (1, "write: OSError: not now")
+    assert moody.closed
+
+
+def test_descriptions_reach_a_backend_that_wants_them():
+    """A backend is told how metrics are read before it gets a record."""
+    told: list[Any] = []
+
+    class Curious(MemoryBackend):
+        def describe(self, descriptions: Any) -> None:
+            told.append(descriptions)
+
+    descriptions = {"x": Description(unit="nats")}
+    background = Background(Guard(Curious()))
+    background.describe(descriptions)
+    assert told == [descriptions]
+    assert background.close(LONG)
