@@ -32,7 +32,7 @@ types: $(READY)
 check: lint types test
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train.py
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench

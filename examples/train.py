@@ -22,7 +22,7 @@ from everyrank.backends.console import Console
 from everyrank.backends.every import Every
 
 STEPS, BATCH, CONTEXT = 200, 16, 64
-SHOWN = ["loss/*", "lr", "ms/max", "ms/max_rank"]
+SHOWN = ["loss/mean", "loss/max", "loss/min", "loss/max_rank", "ms/max", "ms/max_rank"]
 
 
 class Model(nn.Module):
@@ -66,7 +66,7 @@ def main(outdir: str | None) -> None:
             loss.backward()
             optimizer.step()
             ms = (time.perf_counter() - start) * 1e3
-            history.update({"loss": loss, "tokens": at.numel(), "lr": 3e-3, "ms": ms}, step=step)
+            history.update({"loss": loss, "tokens": at.numel(), "ms": ms}, step=step)
     if rank == 0:
         tell(history)
     torch.distributed.destroy_process_group()

@@ -232,13 +232,14 @@ class Run:
 
     def _facts(self) -> dict[str, Any]:
         me, options = self.peers.identity, self.options
+        some = len(self.peers.ranks) < me.world_size
         return {
             "config": options.config,
             "world_size": me.world_size,
-            "ranks": list(self.peers.ranks),
             "launcher": me.source,
             "sync_every": options.sync_every,
             "stats": list(options.stats),
+            **({"ranks": list(self.peers.ranks)} if some else {}),
         }
 
     def _ranks(self, group: Any, selector: Any) -> Ranks:

@@ -1,7 +1,7 @@
 """What `update` returns: a text that is worked out when somebody prints it.
 
-    >>> str(history.update({"loss": 0.25}))
-    'step=0 loss=0.250000'
+    >>> print(History().update({"loss": 0.25}))
+    step=0 loss=0.250000
 
 It holds the values of the update as they were, and the statistics over ranks if its window is
 closed: these are waited for a little, since printing is asking for them.

@@ -58,13 +58,13 @@ class Jsonl:
                 os.ftruncate(self._file, 0)
             jsonlines.repair_open(self._file)
         except jsonlines.NotALog as error:
-            os.close(self._file)
+            self._let_go()  # at once: closed again by __del__, the number may be another file's
             raise RunDirectoryError(
                 f"`{self.path}` is not a log of records ({error}). Choose another path, or pass "
                 "overwrite=True to replace the file."
             ) from error
         except OSError as error:
-            os.close(self._file)
+            self._let_go()
             raise _unusable(self.path, error) from error
         _watch_forks(self)
 

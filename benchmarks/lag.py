@@ -1,0 +1,159 @@
+"""How far the reductions fall behind where they are slower than a step.
+
+Called: `History(outdir=..., sync_every=1)` on 4 ranks (gloo group for the barriers, which stand for
+the gradients), 20 metrics, steps of 1 ms, 1,500 of them and twice as many. The lag is the rows that
+wait at a rank, from `history.health()["unfinished_rows"]` and `["waiting"]` every 25 steps, and the
+time that `close()` takes. Beside it, what a program would write itself: one all_gather a step on a
+background thread of each rank, with a group of its own and a queue.
+
+Must reach: the lag stays bounded. That is judged twice: at close less than half a second is left,
+and a run of twice the length has not twice the lag (at most 1.5 times its largest, or 0.1 s).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+import time
+from typing import Any
+
+from benchmarks.harness import Missing, Table, fresh, installed, metrics, short
+
+WORLD = 4
+_STEP = 0.001
+_SAMPLE = 25
+
+
+def everyrank_run(rank: int, directory: str, steps: int) -> dict[str, Any]:
+    """Run the loop on one rank, and give the lag as it went."""
+    import torch.distributed as dist
+
+    from everyrank import History
+
+    arguments = metrics(20)
+    history = History(outdir=directory, sync_every=1)
+    history.update(arguments[0])
+    history.flush()
+    dist.barrier()
+    rows, values = [], []
+    began = time.perf_counter()
+    for step in range(steps):
+        time.sleep(_STEP)
+        history.update(arguments[step % 64])
+        if step % _SAMPLE == 0:
+            health = history.health()
+            rows.append(health["unfinished_rows"])
+            values.append(health["waiting"])
+    ran = time.perf_counter() - began
+    began = time.perf_counter()
+    assert history.close()
+    return {
+        "rows": rows,
+        "values": values,
+        "ran": ran,
+        "close": time.perf_counter() - began,
+        "late": history.health().get("late_rows", 0),
+        "recorded": len(history),
+    }
+
+
+def thread_run(rank: int, directory: str, steps: int) -> dict[str, Any]:
+    """Run the loop with a thread that gathers step by step, as one would write it."""
+    import torch
+    import torch.distributed as dist
+
+    arguments = metrics(20)
+    group = dist.new_group(backend="gloo")
+    waiting: queue.SimpleQueue[list[float] | None] = queue.SimpleQueue()
+
+    def gather() -> None:
+        out = [torch.empty(20, dtype=torch.float64) for _ in range(WORLD)]
+        while (values := waiting.get()) is not None:
+            dist.all_gather(out, torch.tensor(values, dtype=torch.float64), group=group)
+            torch.stack(out).mean(0).tolist()
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    dist.barrier()
+    rows = []
+    began = time.perf_counter()
+    for step in range(steps):
+        time.sleep(_STEP)
+        waiting.put(list(arguments[step % 64].values()))
+        if step % _SAMPLE == 0:
+            rows.append(waiting.qsize())
+    ran = time.perf_counter() - began
+    began = time.perf_counter()
+    waiting.put(None)
+    thread.join()
+    closed = time.perf_counter() - began
+    return {"rows": rows, "ran": ran, "close": closed, "recorded": steps}
+
+
+def measure(who: str, steps: int) -> list[dict[str, Any]]:
+    """Run one way on a group of processes; the findings of each rank."""
+    from everyrank.testing import run_ranks
+
+    way = everyrank_run if who == "everyrank" else thread_run
+    with tempfile.TemporaryDirectory() as directory:
+        return run_ranks(way, WORLD, f"{directory}/run", steps, timeout=150.0)
+
+
+def run(*, quick: bool) -> list[Table]:
+    """Run both ways at two lengths."""
+    table = Table(
+        f"lag of {WORLD} ranks on {os.cpu_count()} cores, sync_every=1, steps of 1 ms",
+        ("who", "steps", "s run", "most rows behind", "s behind", "at the end", "s to close"),
+        notes=[
+            "Rows behind: on the worst rank. s behind: the same in steps of the run's own pace.",
+            "A row that has been handed on and is in no column yet is behind.",
+        ],
+    )
+    if not installed("torch"):
+        table.add("torch is not installed")
+        return [table]
+    short_run = 500 if quick else 1500
+    for who, label in (("everyrank", "everyrank"), ("thread", "one all_gather a step, in a thread")):
+        first: float | None = None
+        for steps in (short_run, 2 * short_run):
+            found = fresh("lag", "measure", who=who, steps=steps, timeout=200.0)
+            if isinstance(found, Missing):
+                table.add(label, steps, found.why)
+                continue
+            first = _add(table, label, steps, found, first, judged=who == "everyrank")
+    return [table]
+
+
+def _add(
+    table: Table,
+    label: str,
+    steps: int,
+    ranks: list[dict[str, Any]],
+    before: float | None,
+    *,
+    judged: bool,
+) -> float:
+    """Add one run; give its largest lag in seconds, for the next to be compared with."""
+    pace = max(one["ran"] for one in ranks) / steps
+    most = max(max(one["rows"]) for one in ranks)
+    closing = max(one["close"] for one in ranks)
+    behind = most * pace
+    bounded = closing < 0.5
+    must = "close < 0.5 s"
+    if before is not None:
+        must += ", lag <= 1.5x the shorter's or 0.1 s"
+        bounded = bounded and behind <= max(1.5 * before, 0.1)
+    table.add(
+        label,
+        steps,
+        f"{pace * steps:.2f}",
+        most,
+        f"{behind:.3f}",
+        max(one["rows"][-1] for one in ranks),
+        short(closing),
+        must=must if judged else "",
+        reached=bounded if judged else None,
+    )
+    return behind
