@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# The peers of the benchmarks stay out of the way of development: they have an environment of their own.
+BENCH := .venv-bench
+BENCH_READY := $(BENCH)/ready
 
 .PHONY: help test lint types check demo bench clean
 
@@ -34,9 +37,14 @@ check: lint types test
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train.py
 
-bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
-	$(BIN)/python -m benchmarks
+$(BENCH_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . --group bench
+	@touch $@
+
+bench: $(BENCH_READY)
+	$(BENCH)/bin/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -4,7 +4,7 @@
   that a neighbour's load meets all of them alike. What is shown is the median over the rounds, with
   the lowest and the highest in brackets.
 * **Fresh.** A contestant with threads or a large import runs in a process of its own, one for each
-  round; `Floor` figures that it is compared with are taken in the same process or the same round.
+  round; the floor that it is compared with is taken in that process, or in the same round.
 * **As it is.** The garbage collector runs, worst calls are kept, and a total includes the close.
 """
 
@@ -61,9 +61,11 @@ def time_paced(
     clock = time.perf_counter_ns
     took: list[list[int]] = [[] for _ in calls]
     random = np.random.default_rng(seed)
-    for i in range(n):
+    # Drawn before: numpy's own code between the calls would take the caches from all of them.
+    orders = [random.permutation(len(calls)).tolist() for _ in range(n)]
+    for i, order in enumerate(orders):
         argument = arguments[i % len(arguments)]
-        for c in random.permutation(len(calls)).tolist():
+        for c in order:
             call = calls[c]
             before()
             start = clock()
@@ -220,7 +222,9 @@ def verdict(tables: Iterable[Table]) -> str:
     """Count what was reached, and name what was not."""
     rows = [(table, row) for table in tables for row in table.rows if row.reached is not None]
     missed = [
-        f"  no: {table.title} / {row.cells[0]}: {row.must}" for table, row in rows if not row.reached
+        f"  no: {table.title} / {row.cells[0]}: {row.must}"
+        for table, row in rows
+        if not row.reached
     ]
     return "\n".join([f"{len(rows) - len(missed)} of {len(rows)} reached", *missed])
 

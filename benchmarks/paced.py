@@ -12,6 +12,7 @@ Must reach: p50 at most twice that of the dict copy of the same loop, p99 at mos
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,10 @@ def measure(beside: str, n: int) -> dict[str, dict[str, float]]:
     """Time the floors, and what is beside them, in this process."""
     _, options = _BESIDE[beside]
     kept: list[Any] = []
-    calls = {"empty": lambda _: None, "copy": lambda metrics: kept.append(metrics.copy())}
+    calls: dict[str, Callable[[Any], object]] = {
+        "empty": lambda _: None,
+        "copy": lambda metrics: kept.append(metrics.copy()),
+    }
     if options is not None:
         from everyrank import History
 

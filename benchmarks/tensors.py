@@ -62,7 +62,7 @@ def _count(history: Any, steps: list[Any]) -> dict[str, float]:
 
     counts: Counter[str] = Counter()
 
-    class Count(TorchDispatchMode):
+    class Count(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

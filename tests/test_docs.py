@@ -62,6 +62,7 @@ def test_examples_in_docstrings_are_true(name, tmp_path, monkeypatch):
     module = importlib.import_module(name.removesuffix(".__init__"))
     names = {
         "np": importlib.import_module("numpy"),
+        "Columns": importlib.import_module("everyrank.columns").Columns,
         "History": everyrank.History,
         "StopWatch": everyrank.StopWatch,
     }

@@ -7,27 +7,19 @@ import logging
 import selectors
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import log_programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_programs import until
 
 from everyrank.testing import run_ranks
 from everyrank.worker import Worker
 
 LONG = 60.0  # ends a hang, and is never waited for
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait until something is the case."""
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.001)
 
 
 class Work:

@@ -9,11 +9,14 @@ file, talks to another rank or wakes a thread.
   lock without waiting: whoever holds it may be waiting for that very thread to make room.
 * **Refusal.** An update that raises leaves everything as it was: no step is used up, no note is lost.
 * **Rewind.** An update that goes back closes the window first, so that a window is of one generation.
+* **Fork.** In a forked child updates go on without waiting for a thread that is not there.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from time import time
 from typing import Any
@@ -23,6 +26,8 @@ from everyrank.steps import Steps, as_step
 from everyrank.window import Layout, Row, Window, flatten, learn
 
 _NOTHING: frozenset[str] = frozenset()
+_live: weakref.WeakSet[Intake] = weakref.WeakSet()
+_watching = False
 _MOST_LAYOUTS = 4096  # a program whose calls never look alike must not fill memory with layouts
 
 
@@ -47,7 +52,8 @@ class Intake:
         self._window.generation = generation
         self._notes: dict[str, Any] = {}
         self._layout = learn({})
-        self._layouts: dict[tuple[Any, ...], Layout | None] = {}
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        _watch_forks(self)
 
     def add(
         self, metrics: Mapping[str, Any], step: Any = None, skip: frozenset[str] = _NOTHING
@@ -58,8 +64,8 @@ class Intake:
         return self._add(metrics, step, skip)
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a value for the next update; the later of two of one name counts."""
-        learn({name: value})  # say what is wrong with it now, to whoever noted it
+        """Copy a value for the next update; the later of two of one name counts."""
+        value = _noted(name, value)
         with self._lock:
             self._notes[name] = value
 
@@ -79,7 +85,7 @@ class Intake:
         return any(row is other for other in self._window.rows.copy())
 
     def leftover(self) -> None:
-        """Give notes that no update followed a row of their own, at the last step."""
+        """Give notes that no update followed a row of their own."""
         if self._notes:
             self.add({})
 
@@ -89,7 +95,7 @@ class Intake:
             if self._window.rows:
                 self._close()
             self.steps.resume(step)
-            self.generation = generation
+            self.generation = self._window.generation = generation
 
     def _add(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
@@ -102,8 +108,11 @@ class Intake:
         # Most calls look like the one before: two tuples compared, and nothing is hashed.
         if tuple(metrics) != layout.names or tuple(map(type, values)) != layout.types:
             layout, values = self._find(metrics, values)
-        if layout.step_at is not None and step is None:
-            step = values[layout.step_at]
+        if layout.step_at is not None:
+            own = values[layout.step_at]
+            if own is not None and type(own) is not int:
+                own = as_step(own)  # also where it does not count: it stays among the values
+            step = own if step is None else step
         if step is not None and type(step) is not int:
             step = as_step(step)
         with self._lock:
@@ -137,9 +146,8 @@ class Intake:
         return self._window
 
     def _close(self) -> None:
-        window, self._window = self._window, Window(self._sync_every)
+        window, self._window = self._window, self._window.seal()
         self._window.generation = self.generation
-        window.seal()
         self._hand_on(window)
 
     def _find(
@@ -165,8 +173,37 @@ class Intake:
         try:
             if not isinstance(metrics, Mapping):
                 return self._add(metrics, step, skip)
-            return self._add({**notes, **metrics}, step, skip)
+            # Flat, so that the update's value counts where a note has the same name.
+            return self._add({**notes, **flatten(metrics)}, step, skip)
         except BaseException:
             with self._lock:
                 self._notes = {**notes, **self._notes}
             raise
+
+
+def _noted(name: str, value: Any) -> Any:
+    """Give a copy of a value, where it lies; or say what is wrong with it now, to whoever noted it."""
+    layout = learn({name: value})
+    if layout.step_at is not None:
+        raise MetricError(
+            "the step is no note: hand it over with an update, as update(metrics, step=...)."
+        )
+    values, parts = Window(1).capture(layout, [value])
+    if not parts:
+        return values[0]
+    block, slot, (place,) = parts[0]
+    return block.row(slot).reshape(place.shape)
+
+
+def _watch_forks(intake: Intake) -> None:
+    """Have a lock that a thread of the parent holds replaced in a forked child."""
+    global _watching
+    if not _watching:
+        os.register_at_fork(after_in_child=_after_fork)
+        _watching = True
+    _live.add(intake)
+
+
+def _after_fork() -> None:
+    for intake in list(_live):
+        intake._lock = threading.Lock()

@@ -27,7 +27,7 @@ _ROWS = 4096
 _VALUES = 1 << 18
 
 _EXACT = 2**53  # from here on, a float64 may stand for several ints
-_KINDS: Mapping[type, Kind] = {float: "float", int: "int", bool: "bool"}
+_KINDS: dict[type, Kind] = {float: "float", int: "int", bool: "bool"}
 
 
 def batches(path: PathLike, *, problems: list[Problem] | None = None) -> Iterator[Batch]:
@@ -82,7 +82,7 @@ class _Block:
         self.rows: list[tuple[Any, ...]] = []
         self._most = max(1, min(_ROWS, _VALUES // (len(names) or 1)))
         # Of each name the kind, or None if no row has had a number there yet.
-        self._kinds = [_KINDS.get(each) for each in types]
+        self._kinds: list[Kind | None] = [_KINDS.get(each) for each in types]
         self._seen = {types}
 
     def takes(self, record: Record, names: tuple[str, ...], types: tuple[type, ...]) -> bool:
@@ -93,10 +93,13 @@ class _Block:
 
     def _fits(self, types: tuple[type, ...]) -> bool:
         """Say whether a row of types not seen yet belongs here, and widen the block to it."""
-        kinds = [_KINDS.get(each) for each in types]
-        if any(a != b and a and b for a, b in zip(self._kinds, kinds, strict=True)):
-            return False
-        self._kinds = [a or b for a, b in zip(self._kinds, kinds, strict=True)]
+        kinds: list[Kind | None] = []
+        for known, each in zip(self._kinds, types, strict=True):
+            kind = _KINDS.get(each)
+            if known and kind and kind != known:
+                return False
+            kinds.append(known or kind)
+        self._kinds = kinds
         self._seen.add(types)
         return True
 

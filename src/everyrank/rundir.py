@@ -42,6 +42,7 @@ _FACTS = "run.json"
 _HIDDEN = "***"
 _DEEPEST = 12
 _LONGEST_REPR = 500
+_GIT_PATIENCE = 2.0  # seconds; a checkout on a slow disk must not hold up training
 
 
 def mint_run_id() -> str:
@@ -166,7 +167,7 @@ class RunDirectory:
 
     def _put(self, name: str, content: bytes) -> None:
         """Write one file whole or not at all."""
-        draft = self.path / f".{name}.{os.getpid()}"
+        draft = self.path / f".{name}.{os.getpid()}-{threading.get_ident()}"
         try:
             with draft.open("wb") as file:
                 file.write(content)
@@ -198,9 +199,11 @@ def _prove_writable(path: Path) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    # A directory that is there is no error, so what is there is none.
+    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
     return RunDirectoryError(
-        f"The run directory `{path}` cannot be written: {error.strerror or error}. Make it "
-        "writable, or choose another one with outdir=."
+        f"The run directory `{path}` cannot be written: {reason}. Make it writable, or choose "
+        "another one with outdir=."
     )
 
 
@@ -301,7 +304,7 @@ def git_state(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=2.0,
+            timeout=_GIT_PATIENCE,
             check=True,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # do not get in the user's way
         ).stdout
@@ -322,8 +325,8 @@ _SECRET = re.compile(
 #: Names that hide texts only: `eos_token_id` and `num_key_value_heads` are numbers.
 _SECRET_TEXT = re.compile(r"(^|_)(key|token)(_|$)")
 _IN_REPR = re.compile(
-    r"""(\w*(?:key|token|password|passwd|passphrase|secret|credential)\w*['"]?\s*[=:]\s*)"""
-    r"""('[^']*'|"[^"]*")""",
+    r"""(\b\w*(?:key|token|password|passwd|passphrase|secret|credential)\w*['"]?\s*[=:]\s*)"""
+    r"""('[^']*(?:'|\Z)|"[^"]*(?:"|\Z))""",
     re.IGNORECASE,
 )
 
@@ -390,5 +393,6 @@ def _repr(value: Any) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - the border: a user's __repr__ may do anything
         return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
-    text = _IN_REPR.sub(rf"\1'{_HIDDEN}'", text)
+    # Cut before it is searched, or a word of a million letters would take minutes.
+    text = _IN_REPR.sub(rf"\1'{_HIDDEN}'", text[: 4 * _LONGEST_REPR])
     return text if len(text) <= _LONGEST_REPR else text[: _LONGEST_REPR - 3] + "..."

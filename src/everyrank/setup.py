@@ -93,7 +93,7 @@ def setup_wandb(project_name: str | None = None, **options: Any) -> Any | None:
     if wandb_disabled(options.get("mode")) or discover().identity.rank != 0:
         return None
     try:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         return wandb.init(**{"project": project_name, **options})
     except ImportError as error:

@@ -4,8 +4,8 @@ Steps are given, or counted from 0. An update that is given none belongs to the 
 step has none of its names yet, and begins the next one otherwise, so that losses and evaluations
 that are handed over one after the other share a step.
 
-A name that comes at an earlier step than before is a rewind: its later values are superseded. A name
-that the current step merely did not have, such as an evaluation that arrives late, is none.
+A name that comes at an earlier step than before is a rewind: the rows of all names from that step on
+are superseded. A name that comes late, such as an evaluation, at a step after its last one is none.
 
     >>> steps = Steps()
     >>> loss, accuracy = frozenset({"loss"}), frozenset({"eval/accuracy"})
@@ -16,6 +16,7 @@ that the current step merely did not have, such as an evaluation that arrives la
 from __future__ import annotations
 
 import operator
+import reprlib
 from typing import Any
 
 from everyrank.errors import MetricError
@@ -25,6 +26,11 @@ Names = frozenset[str]
 
 _INT64 = 2**63
 
+_NOTHING: Names = frozenset()
+
+#: Stands for all names: after a resume no update belongs to the step of the checkpoint.
+_EVERYTHING: Names = frozenset({""})
+
 
 class Steps:
     """The steps of one run so far; sets of names are compared by identity first, so keep them."""
@@ -33,19 +39,21 @@ class Steps:
         self.last: int | None = None
         self.rewinds = 0
         self._reached: dict[Names, int] = {}  # the step that each set of names has come to
-        self._here: list[Names] = []  # the sets of names that the current step has
+        self._here: Names | set[str] = _NOTHING  # the names that the last step has
 
     def place(self, names: Names, given: int | None) -> int:
         """Give the step of an update with these names, and note whether it goes back."""
         last = self.last
         step = self._count(names) if given is None else given
+        if not -_INT64 <= step < _INT64:
+            raise _no_step(step)
         if last is None or step > last:
             self.last = step
-            self._here = [names]
+            self._here = names
         elif step < last:
             self._go_back(names, step)
-        elif names not in self._here:
-            self._here.append(names)
+        elif self._here is not names and self._here is not _EVERYTHING:
+            self._join(names)
         self._reached[names] = step
         return step
 
@@ -54,27 +62,27 @@ class Steps:
         self.last = step
         self._reached.clear()
         # Whatever comes next is the next step, unless it says otherwise.
-        self._here = [_EVERYTHING]
+        self._here = _EVERYTHING
+
+    def _join(self, names: Names) -> None:
+        if isinstance(self._here, frozenset):  # it is somebody's set of names
+            self._here = set(self._here)
+        self._here |= names
 
     def _count(self, names: Names) -> int:
         if self.last is None:
             return 0
-        return self.last + any(
-            here is _EVERYTHING or not names.isdisjoint(here) for here in self._here
-        )
+        here = self._here
+        return self.last + (here is _EVERYTHING or not names.isdisjoint(here))
 
     def _go_back(self, names: Names, step: int) -> None:
-        shared = [other for other in self._reached if not names.isdisjoint(other)]
-        if any(self._reached[other] > step for other in shared):
+        if any(reached > step and not names.isdisjoint(o) for o, reached in self._reached.items()):
             self.rewinds += 1
             self.last = step
-            self._here = [names]
-            for other in shared:
-                self._reached[other] = min(self._reached[other], step)
-
-
-#: Stands for all names: after a resume no update belongs to the step of the checkpoint.
-_EVERYTHING: Names = frozenset({""})
+            self._here = names
+            # The rows of all names from here on are superseded: to repeat them is no rewind.
+            for other, reached in self._reached.items():
+                self._reached[other] = min(reached, step)
 
 
 def as_step(value: Any) -> int:
@@ -88,9 +96,13 @@ def as_step(value: Any) -> int:
         step = int(value) if isinstance(value, float) else operator.index(value)
     except (TypeError, ValueError, OverflowError):
         step = None
-    if step is None or isinstance(value, bool) or step != value or not -_INT64 <= step < _INT64:
-        raise MetricError(
-            f"step={value!r} is a {type(value).__name__}, and no whole number of 64 bits. Hand over "
-            "an int, or leave it out to have steps counted."
-        )
+    if step is None or isinstance(value, bool) or step != value:
+        raise _no_step(value)
     return step
+
+
+def _no_step(value: Any) -> MetricError:
+    return MetricError(
+        f"step={reprlib.repr(value)} ({type(value).__name__}) is no whole number of 64 bits. Hand "
+        "over an int, or leave it out to have steps counted."
+    )

@@ -194,6 +194,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._telling = threading.Lock()  # one thread at a time, so that laps are told in order
         self._laps: list[tuple[_Lap, Callable[[_Lap], None]]] = []
         self._thread: threading.Thread | None = None
         self._leave = threading.Event()
@@ -215,14 +216,17 @@ class _Pending:
 
     def look(self) -> None:
         """Tell of the laps that are done, without waiting for the others."""
-        if not self._laps:
+        if not self._laps or not self._telling.acquire(blocking=False):
             return
-        with self._lock:
-            looked = [(lap.done(), lap, tell) for lap, tell in self._laps]
-            self._laps = [(lap, tell) for done, lap, tell in looked if not done]
-        for done, lap, tell in looked:
-            if done:
-                tell(lap)
+        try:
+            with self._lock:
+                looked = [(lap.done(), lap, tell) for lap, tell in self._laps]
+                self._laps = [(lap, tell) for done, lap, tell in looked if not done]
+            for done, lap, tell in looked:
+                if done:
+                    tell(lap)
+        finally:
+            self._telling.release()
 
     def close(self) -> None:
         """Wait a little for what is open, tell the rest by the host's clock, and end the thread."""
@@ -252,8 +256,9 @@ class _Pending:
 
     def _forget(self) -> None:
         """Start anew in a forked child, which has neither the thread nor the device."""
-        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
-        self._leave = threading.Event()  # and so may its lock
+        # The old ones may be held by a thread that is not here.
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._leave = threading.Event()
         self._laps, self._thread = [], None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import UserString
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from everyrank.records import STATISTIC, Description, show
 from everyrank.window import Row, values_of
@@ -28,22 +28,25 @@ class Summary(UserString):
     Until it is looked at it costs nothing: no device is read and no other rank is asked.
     """
 
-    def __init__(self, run: Run, row: Row, precision: int) -> None:  # not UserString's: no text yet
-        self._run: Run | None = run
-        self._row = row
-        self._precision = precision
-        self._text = ""
+    def __init__(self, run: Run | object, row: Row | None = None, precision: int = 6) -> None:
+        # A text instead of a run comes from the methods of UserString, which make new ones of it.
+        self._asks = None if row is None else (cast("Run", run), row, precision)
+        self._text = "" if row is not None else str(run)
 
     @property
     def data(self) -> str:  # type: ignore[override]
         """The text, from the first look on always the same."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            self._text = _tell(run, self._row, self._precision)
+        asks = self._asks
+        if asks is not None:
+            self._text = _tell(*asks)
+            self._asks = None  # not earlier: another thread may look at the same time
         return self._text
 
     def __format__(self, spec: str) -> str:
         return format(self.data, spec)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.data,)  # a copy, also one for another process, is a plain text
 
 
 def line(

@@ -8,10 +8,11 @@ thread packs a closed window into batches: one matrix for each run of steps that
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
 from everyrank.records import ROW_KEYS, STATISTIC, Batch, Kind
-from everyrank.stage import Block, Part, Stage, check_size, framework_of, open_stage
+from everyrank.stage import Block, Part, Stage, Staged, check_size, framework_of, open_stage
 
-_EXACT = 2**53  # past this, a float64 does not hold every int
+_EXACT = 2**53  # from here on, a float64 may stand for the int beside it
 _KINDS: dict[str, Kind] = {"f": "float", "i": "int", "u": "int", "b": "bool"}
+_STACKS = {"torch": "torch.stack", "jax": "jnp.stack"}
 
 
 class Row(NamedTuple):
@@ -44,11 +46,11 @@ class Layout:
     types: tuple[type, ...]
     metric_names: frozenset[str]  # without "step"
     step_at: int | None
-    plain: bool  # numbers of the host only: a tuple of them is already a copy
-    kinds: tuple[Kind, ...]
-    columns: tuple[int, ...]  # of plain layouts: where the numbers are
-    staged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by framework
-    arrays: tuple[int, ...] = ()  # numpy arrays and sequences, which may change later
+    kinds: tuple[Kind, ...]  # of the numbers of the host
+    columns: tuple[int, ...]  # where they are
+    staged: tuple[Staged, ...]  # device values, by framework
+    copied: tuple[int, ...]  # numpy arrays and sequences, which may change later, and odd numbers
+    plain: bool  # only numbers of the host: a tuple of them is already a copy
 
     @property
     def size(self) -> int:
@@ -58,38 +60,38 @@ class Layout:
 
 def learn(metrics: Mapping[str, Any]) -> Layout:
     """Work out the layout of a flat dict, or say what in it is no metric."""
-    staged: dict[str, tuple[int, ...]] = {}
-    arrays: list[int] = []
-    kinds: list[Kind] = []
-    numbers_at: list[int] = []
-    plain = True
-    for i, (name, value) in enumerate(metrics.items()):
-        check_name(name)
+    names = tuple(map(_checked, metrics))
+    staged: dict[str, list[int]] = {}
+    copied: list[int] = []
+    kinds: dict[int, Kind] = {}
+    texts = 0
+    for i, (name, value) in enumerate(zip(names, metrics.values(), strict=True)):
         if name == "step":
             continue
-        kind = _host_kind(value)
-        if kind is not None:
-            numbers_at.append(i)
-            kinds.append(kind)
-            continue
-        plain = False
-        if framework := framework_of(type(value)):
-            staged[framework] = (*staged.get(framework, ()), i)
-        elif isinstance(value, np.ndarray | list | tuple):
-            arrays.append(i)
-        elif not isinstance(value, str | None):
+        if kind := _host_kind(value):
+            kinds[i] = kind
+        elif framework := framework_of(type(value)):
+            staged.setdefault(framework, []).append(i)
+        elif isinstance(value, np.ndarray | list | tuple | Real) or _is_decimal(value):
+            copied.append(i)
+        elif isinstance(value, str | None):
+            texts += 1
+        else:
             raise _no_metric(name, value)
-    names = tuple(metrics)
+    types = tuple(map(type, metrics.values()))
     return Layout(
         names=names,
-        types=tuple(map(type, metrics.values())),
+        types=types,
         metric_names=frozenset(names) - {"step"},
-        step_at=names.index("step") if "step" in metrics else None,
-        plain=plain,
-        kinds=tuple(kinds),
-        columns=tuple(numbers_at),
-        staged=staged,
-        arrays=tuple(arrays),
+        step_at=names.index("step") if "step" in names else None,
+        kinds=tuple(kinds.values()),
+        columns=tuple(kinds),
+        staged=tuple(
+            Staged(framework, tuple(at), tuple(names[i] for i in at), tuple(types[i] for i in at))
+            for framework, at in staged.items()
+        ),
+        copied=tuple(copied),
+        plain=not (staged or copied or texts),
     )
 
 
@@ -118,33 +120,32 @@ def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 class Window:
     """The rows since the last window closed."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, stages: dict[str, Stage] | None = None) -> None:
         self.rows: list[Row] = []
         self.generation = 0
         self._slots = slots
-        self._stages: dict[str, Stage] = {}
+        self._stages = {} if stages is None else stages
 
     def capture(
         self, layout: Layout, values: list[Any]
     ) -> tuple[tuple[Any, ...], tuple[Part, ...]]:
         """Copy what may change after the call: device values beside them, arrays into new ones."""
         parts: list[Part] = []
-        for i in layout.arrays:
+        for i in layout.copied:
             values[i] = _copied(layout.names[i], values[i])
-        for framework, columns in layout.staged.items():
-            stage = self._stages.get(framework)
-            if stage is None:
-                stage = self._stages[framework] = open_stage(framework, self._slots)
-            names = [layout.names[c] for c in columns]
-            parts += stage.add(columns, names, [values[c] for c in columns])
-            for column in columns:
+        for staged in layout.staged:
+            parts += self._stage(staged.framework).add(staged, [values[c] for c in staged.columns])
+            for column in staged.columns:
                 values[column] = None  # the caller's tensor, and its graph, are let go
         return tuple(values), tuple(parts)
 
-    def seal(self) -> None:
-        """Close the window: from here on its values are on their way to the host."""
+    def seal(self) -> Window:
+        """Close the window: its values are on their way to the host. Give the one after it."""
         for stage in self._stages.values():
             stage.seal()
+        after = Window(self._slots, self._stages)
+        after.generation = self.generation
+        return after
 
     def ready(self) -> bool:
         """Say whether every value has reached the host."""
@@ -152,6 +153,12 @@ class Window:
         # Each is asked, since asking is what starts its copy.
         states = [block.ready() for block in blocks.values()]
         return all(states)
+
+    def _stage(self, framework: str) -> Stage:
+        stage = self._stages.get(framework)
+        if stage is None:
+            stage = self._stages[framework] = open_stage(framework, self._slots)
+        return stage
 
 
 def pack(rows: Iterable[Row]) -> Iterator[Batch]:
@@ -186,109 +193,87 @@ def _peek(block: Block, slots: list[int]) -> NDArray[Any]:
 
 
 def _pack(rows: Iterable[Row], read: _Read) -> Iterator[Batch]:
-    for (layout, skip, _), run in groupby(rows, key=_look):
+    for _, run in groupby(rows, key=_look):
         alike = list(run)
-        if layout.plain:
-            yield _pack_plain(layout, skip, alike)
-        else:
-            yield from _pack_mixed(skip, alike, read)
+        layout = alike[0].layout
+        yield _pack_plain(layout, alike) if layout.plain else _pack_mixed(layout, alike, read)
 
 
-def _look(row: Row) -> tuple[Layout, frozenset[str], tuple[tuple[int, Any], ...]]:
-    return row.layout, row.skip, tuple((id(p.block), p.places) for p in row.parts)
+def _look(row: Row) -> tuple[Any, ...]:
+    """Give what rows of one batch have in common."""
+    layout = row.layout
+    if layout.plain:
+        return layout, row.skip
+    places = [(id(part.block), part.places) for part in row.parts]
+    # An array may be a number in one step and a vector in the next: names would differ.
+    return layout, row.skip, places, [_host_kind(row.values[i]) for i in layout.copied]
 
 
-def _pack_plain(layout: Layout, skip: frozenset[str], rows: list[Row]) -> Batch:
+def _pack_plain(layout: Layout, rows: list[Row]) -> Batch:
     """Pack rows of plain numbers, which is nearly all there ever is."""
     values = [row.values for row in rows]
+    numbers, names = _floats(values), layout.names
+    if layout.step_at is not None:
+        numbers = numbers[:, list(layout.columns)]
+        names = tuple(names[c] for c in layout.columns)
     extras: dict[int, dict[str, Any]] = {}
-    try:
-        matrix = np.array(values, dtype=np.float64)
-    except OverflowError:  # an int beyond the range of a float64
-        matrix = np.array([[_as_float(v) for v in row] for row in values])
-    names = tuple(layout.names[c] for c in layout.columns)
-    numbers = matrix if len(names) == layout.size else matrix[:, list(layout.columns)]
-    if "int" in layout.kinds:
-        for j, kind in enumerate(layout.kinds):
-            if kind == "int":
-                _keep_exact(numbers[:, j], layout.columns[j], names[j], values, extras)
-    return _batch(rows, names, numbers, layout.kinds, extras, skip)
+    for r, j in _wide(numbers, layout.kinds):
+        extras.setdefault(r, {})[names[j]] = int(values[r][layout.columns[j]])
+    return _batch(rows, names, numbers, layout.kinds, extras)
 
 
-def _pack_mixed(skip: frozenset[str], rows: list[Row], read: _Read) -> Iterator[Batch]:
+def _pack_mixed(layout: Layout, rows: list[Row], read: _Read) -> Batch:
     """Pack rows with device values, arrays or texts, by columns."""
-    layout = rows[0].layout
-    columns: dict[int, list[Any] | NDArray[Any]] = {
-        i: [row.values[i] for row in rows] for i, name in enumerate(layout.names) if name != "step"
-    }
-    for at, part in enumerate(rows[0].parts):
-        data = read(part.block, [row.parts[at].slot for row in rows])
-        for column, start, shape in part.places:
+    columns: list[Any] = list(zip(*(row.values for row in rows), strict=True))
+    for i, part in enumerate(rows[0].parts):
+        data = read(part.block, [row.parts[i].slot for row in rows])
+        for at, start, shape in part.places:
             if shape == ():
-                columns[column] = data[:, start]
+                columns[at] = data[:, start]
             else:
-                stop = start + int(np.prod(shape))
-                columns[column] = [v.reshape(shape) for v in data[:, start:stop]]
-    if layout.arrays and len(rows) > 1:
-        # An array may be a number in one step and a vector in the next: names would differ.
-        kinds = [tuple(_host_kind(columns[i][r]) for i in layout.arrays) for r in range(len(rows))]
-        if len(set(kinds)) > 1:
-            for row in rows:
-                yield from _pack_mixed(skip, [row], read)
-            return
-    yield _from_columns(layout, skip, rows, columns)
-
-
-def _from_columns(
-    layout: Layout,
-    skip: frozenset[str],
-    rows: list[Row],
-    columns: Mapping[int, list[Any] | NDArray[Any]],
-) -> Batch:
+                stop = start + math.prod(shape)
+                columns[at] = [row.reshape(shape) for row in data[:, start:stop]]
     names: list[str] = []
     kinds: list[Kind] = []
     numeric: list[Any] = []
     extras: dict[int, dict[str, Any]] = {}
-    for i in sorted(columns):
-        name, column = layout.names[i], columns[i]
-        kind = _host_kind(column[0])
-        if kind is None:
-            for r, value in enumerate(column):
-                extras.setdefault(r, {})[name] = value
+    for i, (name, column) in enumerate(zip(layout.names, columns, strict=True)):
+        if i == layout.step_at:
             continue
-        floats = _floats(column)
-        if kind == "int":
-            _keep_exact(floats, 0, name, [(v,) for v in column], extras)
-        names.append(name)
-        kinds.append(kind)
-        numeric.append(floats)
-    numbers = np.stack(numeric, axis=1) if numeric else np.empty((len(rows), 0))
-    return _batch(rows, tuple(names), numbers, tuple(kinds), extras, skip)
+        if kind := _host_kind(column[0]):
+            names.append(name)
+            kinds.append(kind)
+            numeric.append(column)
+            continue
+        for r, value in enumerate(column):
+            extras.setdefault(r, {})[name] = value
+    numbers = np.empty((len(rows), len(names)))
+    for j, column in enumerate(numeric):
+        numbers[:, j] = _floats(column)
+    for r, j in _wide(numbers, kinds):
+        extras.setdefault(r, {})[names[j]] = int(numeric[j][r])
+    return _batch(rows, tuple(names), numbers, tuple(kinds), extras)
 
 
 def _batch(
     rows: list[Row],
     names: tuple[str, ...],
-    matrix: NDArray[np.float64],
+    numbers: NDArray[np.float64],
     kinds: tuple[Kind, ...],
     extras: Mapping[int, Mapping[str, Any]],
-    skip: frozenset[str],
 ) -> Batch:
     steps = np.array([row.step for row in rows], np.int64)
     times = np.array([row.time for row in rows], np.float64)
-    return Batch(steps, times, names, matrix, kinds, extras, skip=skip)
+    return Batch(steps, times, names, numbers, kinds, extras, skip=rows[0].skip)
 
 
-def _keep_exact(
-    floats: NDArray[np.float64],
-    column: int,
-    name: str,
-    values: list[Any],
-    extras: dict[int, dict[str, Any]],
-) -> None:
-    """Keep the ints that a float64 does not hold exactly beside the matrix."""
-    for r in np.flatnonzero(~(np.abs(floats) <= _EXACT)):
-        extras.setdefault(int(r), {})[name] = int(values[r][column])
+def _wide(numbers: NDArray[np.float64], kinds: Sequence[Kind]) -> list[tuple[int, int]]:
+    """Say which ints a float64 may not hold exactly, by row and column."""
+    ints = [j for j, kind in enumerate(kinds) if kind == "int"]
+    if not ints:
+        return []
+    wide = np.argwhere(~(np.abs(numbers[:, ints]) < _EXACT))
+    return [(r, ints[j]) for r, j in wide.tolist()]
 
 
 def _host_kind(value: Any) -> Kind | None:
@@ -301,47 +286,75 @@ def _host_kind(value: Any) -> Kind | None:
         return "float"
     if isinstance(value, np.generic):
         return _KINDS.get(value.dtype.kind) or ("float" if _is_low_float(value.dtype) else None)
-    return "float" if isinstance(value, numbers.Real) or _is_decimal(value) else None
+    return None
 
 
 def _is_low_float(dtype: np.dtype[Any]) -> bool:
-    """Know bfloat16 and its kin, which numpy holds as opaque types."""
-    return dtype.kind == "V" and "float" in dtype.name
+    """Know bfloat16 and its kin, which are no types of numpy's own."""
+    return dtype.isbuiltin == 2 and "float" in dtype.name
 
 
 def _is_decimal(value: Any) -> bool:
     return type(value).__module__ == "decimal" and type(value).__name__ == "Decimal"
 
 
-def _floats(column: list[Any] | NDArray[Any]) -> NDArray[np.float64]:
-    if isinstance(column, np.ndarray):  # of a device, all of one type
-        return column.astype(np.float64)
-    return np.array([_as_float(value) for value in column])
+def _floats(values: Any) -> NDArray[np.float64]:
+    """Give numbers of the host, in rows or in one, as float64; what is too large is infinite."""
+    with np.errstate(over="ignore"):
+        try:
+            return np.array(values, dtype=np.float64)
+        except OverflowError:  # an int
+            return np.array([_as_float(value) for value in values])
 
 
-def _as_float(value: Any) -> float:
+def _as_float(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_float(number) for number in value]
     try:
         return float(value)
-    except OverflowError:  # an int beyond the range of a float64
+    except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
 def _copied(name: str, value: Any) -> Any:
-    """Copy a small array; one element is a number."""
-    try:
-        array = np.array(value)
-    except ValueError:
-        raise _no_metric(name, value) from None
+    """Copy a small array, or convert an odd number; one element is a number."""
+    if not isinstance(value, np.ndarray | list | tuple):
+        try:
+            return _as_float(value)
+        except (TypeError, ValueError):  # such as a NaN that signals
+            raise _no_metric(name, value) from None
+    array = _as_array(name, value)
     check_size(name, array.shape)
-    if array.dtype.kind not in _KINDS and not _is_low_float(array.dtype):
-        if array.size == 0:
-            return array.astype(np.float64)
+    if _is_low_float(array.dtype) or not array.size:
+        array = array.astype(np.float64)
+    elif array.dtype.kind not in _KINDS:
         raise _no_metric(name, value)
-    if array.size == 1:
-        return array.reshape(()).astype(np.float64 if _is_low_float(array.dtype) else array.dtype)[
-            ()
-        ]
-    return array.astype(np.float64) if _is_low_float(array.dtype) else array
+    return array.reshape(())[()] if array.size == 1 else array
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    if not isinstance(value, np.ndarray) and (framework := _framework_in(value)):
+        raise MetricError(
+            f"{name!r} is a {type(value).__name__} of {framework} values, which would have to be "
+            f"read one by one. Hand over one array, for example {_STACKS[framework]}({name})."
+        )
+    try:
+        return np.array(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _no_metric(name, value) from None
+
+
+def _framework_in(values: Iterable[Any]) -> str | None:
+    """Name a framework whose values are in a sequence, or in one inside it."""
+    for kind in set(map(type, values)):
+        if issubclass(kind, list | tuple):
+            found = (_framework_in(inner) for inner in values if type(inner) is kind)
+            framework = next(filter(None, found), None)
+        else:
+            framework = framework_of(kind)
+        if framework:
+            return framework
+    return None
 
 
 def _check_text(name: Any) -> None:
@@ -349,6 +362,11 @@ def _check_text(name: Any) -> None:
         raise MetricError(
             f"the key {name!r} is a {type(name).__name__}, but names are text: use {str(name)!r}."
         )
+
+
+def _checked(name: Any) -> str:
+    check_name(name)
+    return str.__str__(name)  # not as the member of an enum or the text of numpy that it may be
 
 
 def check_name(name: Any) -> None:
@@ -362,18 +380,15 @@ def check_name(name: Any) -> None:
     if end := STATISTIC.search(name):
         raise MetricError(
             f"the key {name!r} ends in {end.group()!r}, which is kept for statistics over ranks. "
-            f"Rename it, for example {name.replace(end.group(), '_' + end.group()[1:])!r}."
+            f"Rename it, for example {name[: end.start()] + '_' + end[1]!r}."
         )
     if not name:
         raise MetricError("a key is empty: every metric needs a name.")
 
 
 def _no_metric(name: str, value: Any) -> MetricError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
     return MetricError(
-        f"{name!r} is {shown}, a {type(value).__name__}: neither a number, nor an array of "
-        "numbers, nor a text. Hand over a number, for example float(...), or str(...) to keep it "
-        "as a text."
+        f"{name!r} is {reprlib.repr(value)}, a {type(value).__name__}: neither a number, nor an "
+        "array of numbers, nor a text. Hand over a number, for example float(...), or str(...) to "
+        "keep it as a text."
     )

@@ -9,12 +9,12 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import log_programs
 import numpy as np
 import pytest
+from log_programs import until
 
 from everyrank import jsonlines
 from everyrank.backends import jsonl
@@ -122,7 +122,7 @@ def test_a_second_writer_is_told(path: Path):
     first = Jsonl(path)
     first.write(Record(0, 0.0))
     for overwrite in (False, True):
-        with pytest.raises(RunDirectoryError, match="is being written by another process.*Close"):
+        with pytest.raises(RunDirectoryError, match=r"is being written by another process.*Close"):
             Jsonl(path, overwrite=overwrite)
     first.close()
     assert steps_in(path) == [0]
@@ -240,10 +240,7 @@ def test_a_killed_writer_leaves_one_torn_line_at_most(tmp_path: Path):
         path.unlink(missing_ok=True)
         child = context.Process(target=log_programs.write_until_killed, args=(0, str(path)))
         child.start()
-        deadline = time.monotonic() + LONG
-        while not path.exists() or path.stat().st_size < size:
-            assert child.is_alive()
-            assert time.monotonic() < deadline
+        until(lambda size=size: path.exists() and path.stat().st_size >= size)
         os.kill(child.pid, signal.SIGKILL)
         child.join(LONG)
         assert child.exitcode == -signal.SIGKILL
@@ -256,9 +253,10 @@ def test_a_killed_writer_leaves_one_torn_line_at_most(tmp_path: Path):
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path):
-    """A child writes nothing, and does not keep the log from being opened after its parent."""
+    """A child writes nothing, and neither keeps the lock of its parent nor gives it away."""
     path = str(tmp_path / "history.jsonl")
-    (content,) = run_ranks(log_programs.fork_beside_a_log, 1, path, backend=None)
+    ((child, refused, content),) = run_ranks(log_programs.fork_beside_a_log, 1, path, backend=None)
+    assert (child, refused) == (b"closed", True)
     assert [json.loads(line)["step"] for line in content.splitlines()] == [0, 2]
 
 

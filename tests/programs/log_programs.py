@@ -8,11 +8,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from everyrank.backends.jsonl import Jsonl
 from everyrank.records import Record
 from everyrank.worker import Worker
+
+
+def until(condition):
+    """Wait until something is the case; the deadline only ends a hang."""
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.001)
 
 
 def in_child(fn):
@@ -83,32 +92,36 @@ def fork_from_the_thread(rank):
 
 
 def fork_beside_a_log(rank, path):
-    """Fork while a log is open; then open it again while the child still lives."""
+    """Fork while a log is open, and open it again while the child lives; give what became of it."""
     log = Jsonl(path)
     log.write(Record(0, 0.0))
     wake, done = os.pipe()
-
-    def child():
-        log.write(Record(1, 0.0))
-        log.flush()
-        log.close()
-        os.read(wake, 1)
-
+    answer, say = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            child()
+            os.read(wake, 1)
+            log.write(Record(1, 0.0))
+            log.flush()
+            log.close()
+            os.write(say, b"closed" if log._file == -1 else b"open")
         finally:
             os._exit(0)
     log.close()
     try:
-        with_child = Jsonl(path)
-        with_child.write(Record(2, 0.0))
-        with_child.close()
-    finally:
+        beside = Jsonl(path)  # whether the child has come round to closing its copy or not
+        beside.write(Record(2, 0.0))
         os.write(done, b"x")
         os.waitpid(pid, 0)
-    return Path(path).read_bytes()
+        beside.flush()
+        try:
+            Jsonl(path)
+        except OSError as error:
+            refused = "being written" in str(error)
+        beside.close()
+    finally:
+        os.close(done)
+    return os.read(answer, 9), refused, Path(path).read_bytes()
 
 
 def write_until_killed(rank, path):

@@ -413,16 +413,17 @@ def test_no_patience_is_longer_than_the_timeout():
     assert popped(alignment, 2.0) == [(0, {0})]
 
 
-def test_at_the_end_of_a_run_everybody_hurries():
-    """After `hurry` nobody is waited for longer than `grace`."""
-    alignment = an_alignment(2)
+@pytest.mark.parametrize(("timeout", "patience"), [(TIMEOUT, GRACE), (4.0, 2.0)])
+def test_at_the_end_of_a_run_everybody_hurries(timeout: float, patience: float):
+    """After `hurry` nobody is waited for longer than `grace`, or half a timeout that is short."""
+    alignment = an_alignment(2, timeout=timeout)
     for rank in range(2):
         say(alignment, rank, [0])
     alignment.pop(0.0)
     say(alignment, 0, [1])
     alignment.hurry()
-    assert alignment.deadline(0.0) == GRACE
-    assert popped(alignment, GRACE) == [(1, {0})]
+    assert alignment.deadline(0.0) == patience
+    assert popped(alignment, patience) == [(1, {0})]
 
 
 def test_what_was_reduced_without_a_rank_comes_late():

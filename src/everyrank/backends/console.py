@@ -34,6 +34,7 @@ from everyrank.records import STATISTIC, Description, Record, show
 
 _DIM, _BOLD, _RED, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _LONGEST_TEXT = 40
+_LONGEST_SPAN = 1000 * 86400.0  # seconds; a guess of years is none
 _NO_DESCRIPTION = Description()
 
 
@@ -250,14 +251,14 @@ class _Progress:
 def _speed(rate: float | None) -> str:
     if rate is None:
         return "-- it/s"
-    if rate < 1:
-        return f"{1 / rate:.1f} s/it"
-    return f"{rate:.1f} it/s" if rate < 1000 else f"{rate:.0f} it/s"
+    number, unit = (1 / rate, "s/it") if rate < 1 else (rate, "it/s")
+    digits = ".1f" if number < 1000 else ".0f" if number < 1e6 else ".0e"
+    return f"{number:{digits}} {unit}"
 
 
 def _span(seconds: float | None) -> str:
     """Show a time as a person says it: 18s, 1m18s, 2h05m, 3d04h."""
-    if seconds is None or not math.isfinite(seconds):
+    if seconds is None or not seconds < _LONGEST_SPAN:
         return "--"
     whole = round(seconds)
     for name, size, part, below in (

@@ -117,6 +117,10 @@ class Jsonl:
         try:
             self.flush()
         finally:
+            if fcntl is not None:
+                # Closing alone would leave the lock with a child that holds a copy of the file.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
             self._let_go()
 
     def __del__(self) -> None:
@@ -154,14 +158,16 @@ def _locked(path: Path) -> int:
 
 
 def _unusable(path: Path, error: OSError) -> RunDirectoryError:
+    # A directory that is there is no error, so what is there is none.
+    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
     return RunDirectoryError(
-        f"`{path}` cannot be written: {error.strerror or error}. Make its directory writable, or "
-        "choose another one with outdir= or jsonl_path=."
+        f"`{path}` cannot be written: {reason}. Make its directory writable, or choose another one "
+        "with outdir= or jsonl_path=."
     )
 
 
 def _watch_forks(log: Jsonl) -> None:
-    """Close the copies in forked children: one that outlives us would hold on to our lock."""
+    """Close the copies in forked children: one that outlives a killed parent would hold its lock."""
     global _watching
     if not _watching:
         os.register_at_fork(after_in_child=_after_fork)

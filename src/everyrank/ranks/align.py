@@ -220,8 +220,11 @@ class Alignment:
         self._streams[rank].state = "gone" if gone else "closed"
 
     def hurry(self) -> None:
-        """Wait no longer than `grace` for anybody from now on, as at the end of a run."""
-        self._timeout = self._grace
+        """Wait no longer than `grace` for anybody from now on, as at the end of a run.
+
+        Nor longer than half the timeout: whoever closes waits that long, and should see the end.
+        """
+        self._grace = self._timeout = min(self._grace, self._timeout / 2)
 
     def pop(self, now: float) -> list[Reduced]:
         """Reduce every row that need not wait any longer."""
@@ -380,10 +383,6 @@ def reduce_rows(
 
 def _places(all_names: Sequence[tuple[str, ...]]) -> dict[str, dict[int, int]]:
     """Say for each name which batches have it, and in which column."""
-    if all(names == all_names[0] for names in all_names):  # the rule, at a tenth of the price
-        return {
-            name: dict.fromkeys(range(len(all_names)), j) for j, name in enumerate(all_names[0])
-        }
     places: dict[str, dict[int, int]] = {}
     for i, names in enumerate(all_names):
         for column, name in enumerate(names):

@@ -40,9 +40,8 @@ def host_ranks(
     selector: selectors.BaseSelector,
 ) -> Hub | Spoke:
     """Open this rank's end of the star; `name` tells one History of the program from another."""
-    # Thousands of ranks would make a key of many kilobytes, which each of them asks the store for.
-    ranks = hashlib.sha256(repr(peers.ranks).encode()).hexdigest()[:16]
-    scope = f"{name}/{ranks}"
+    # A digest, since thousands of ranks would make a key of kilobytes for each of them to ask for.
+    scope = hashlib.sha256(repr((name, peers.ranks)).encode()).hexdigest()[:32]
     key = f"{scope}/{_opened[scope]}"
     _opened[scope] += 1
     end = Hub if peers.identity.rank == peers.first else Spoke

@@ -99,6 +99,7 @@ class Hub(End):
             self._forget(channel)
             channel.say(Kind.BYE)
         part(list(self._spokes.values()))
+        self._spokes.clear()
 
     def health(self) -> dict[str, Any]:
         """Say who is missing, what came late, and on which hosts the ranks are."""
@@ -201,7 +202,7 @@ class Hub(End):
                     are,
                     why,
                 )
-        if self._note is not None and self._note.error is not None and not self._said_unheard:
+        if self._note is not None and self._note.failed and not self._said_unheard:
             self._said_unheard = True
             log.warning(
                 "rank %d cannot tell the others where it listens: %s does not answer (%s). They "

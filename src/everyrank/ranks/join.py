@@ -83,11 +83,11 @@ def _statistics(
 class OwnRows:
     """The rows that were started here and are not answered yet, in order.
 
-    A reduced row answers one of ours if `rank` took part in it. Without `rank` they are told by
-    their steps alone, which ranks that go back at different moments may have twice.
+    A reduced row answers one of ours if `rank`, which is us, took part in it. Steps alone would not
+    tell: ranks that go back at different moments have them twice.
     """
 
-    def __init__(self, rank: int | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self.waiting = 0
         self._rank = rank
         self._queue: deque[Batch] = deque()
@@ -120,7 +120,7 @@ class OwnRows:
 
     def answer(self, reduced: Reduced) -> Iterator[Batch]:
         """Give the batches of the reduced rows: with our own values where the rows are ours."""
-        ours = self._rank is None or self._rank in reduced.who
+        ours = self._rank in reduced.who
         at = 0
         while at < len(reduced):
             rows = merged(self._take(self._shared(reduced, at) if ours else 0))

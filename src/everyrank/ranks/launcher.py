@@ -220,7 +220,7 @@ def _number(
         return at_least
     text = environ[name]
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number.")
+        raise ValueError(f"{name}={text!r} must be a number, 0 or more.")
     number = int(text)
     if number < at_least or (below is not None and number >= below):
         limit = f"at least {at_least}" if below is None else f"below the world size {below}"

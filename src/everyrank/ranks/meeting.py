@@ -43,7 +43,7 @@ class Errand(Generic[T]):
 
     def __init__(self, attempt: Callable[[], T | None], *, pause: float = 0.01) -> None:
         self.result: T | None = None
-        self.error: Exception | None = None  # the last one, once no further attempt is made
+        self.error: Exception | None = None  # of the last attempt
         self.pause = pause
         self.stop = threading.Event()
         self._attempt = attempt
@@ -57,7 +57,12 @@ class Errand(Generic[T]):
     @property
     def over(self) -> bool:
         """Whether there is a result, or there will be none."""
-        return self.result is not None or self.error is not None
+        return self.result is not None or self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was given up."""
+        return self._failures >= _MOST_FAILURES
 
     def end(self) -> None:
         """Make no further attempt; one that is under way may hang, and is left behind then."""
@@ -66,7 +71,11 @@ class Errand(Generic[T]):
 
     def _run(self) -> None:
         began = time.monotonic()
-        while not self.over and not self.stop.wait(self._try()):
+        while not self.stop.is_set():
+            pause = self._try()
+            if self.over:
+                return
+            self.stop.wait(pause)
             waited = (time.monotonic() - began) / 10
             self.pause = min(max(self.pause, waited), _LONGEST_PAUSE)
 
@@ -75,11 +84,11 @@ class Errand(Generic[T]):
         try:
             self.result = self._attempt()
         except Exception as error:  # noqa: BLE001 - the border: the store belongs to the program
+            self.error = error
             self._failures += 1
-            if self._failures == _MOST_FAILURES:
-                self.error = error
-            return 0.0 if self.over else _PAUSE_AFTER_FAILURE
-        return 0.0 if self.over else self.pause
+            return _PAUSE_AFTER_FAILURE
+        self.error = None
+        return self.pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +130,10 @@ class Met:
 
 
 class Search:
-    """A rank's search for the first one; `why` says what has come of it so far."""
+    """A rank's search for the first one."""
 
     def __init__(self, store: Store, key: str, identity: Identity, ranks: int) -> None:
-        self.why = f"it has left no address in {store}"
+        self._why = f"it has left no address in {store}"
         self._store = store
         self._key = key
         self._identity = identity
@@ -137,10 +146,14 @@ class Search:
         """Give the seconds until it is worth asking again; None once nothing more will come."""
         return None if self._errand.over else self._errand.pause
 
+    @property
+    def why(self) -> str:
+        """Say what has come of it so far."""
+        error = self._errand.error
+        return f"{self._store} does not answer ({error})" if error is not None else self._why
+
     def met(self) -> Met | None:
         """Give the first rank once it is found."""
-        if self._errand.error is not None:
-            self.why = f"{self._store} does not answer ({self._errand.error})"
         return self._errand.result
 
     def end(self) -> None:
@@ -155,14 +168,14 @@ class Search:
             return None
         note = Note.loads(text)
         if note is None:
-            self.why = f"what {self._store} holds of it cannot be read"
+            self._why = f"what {self._store} holds of it cannot be read"
             return None
         doors = note.doors(self._identity.host)
         for address in doors:
             met = self._knock(note, address)
             if met is not None:
                 return met
-        self.why = f"it does not let us in at {' or '.join(doors)}, port {note.port}"
+        self._why = f"it does not let us in at {' or '.join(doors)}, port {note.port}"
         return None
 
     def _knock(self, note: Note, address: str) -> Met | None:

@@ -93,6 +93,7 @@ class Spoke(End):
         if self._channel is not None:
             self._forget(self._channel)
             part([self._channel])
+            self._channel = None
 
     def health(self) -> dict[str, Any]:
         """Say what became of the first rank, if it is not there, and what came late."""
@@ -136,6 +137,7 @@ class Spoke(End):
             self._check(channel)
         if self._over is not None:
             self._drop(channel)
+            self._channel = None
             out += self._alone()
         return out
 

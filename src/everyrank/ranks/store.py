@@ -44,8 +44,8 @@ class DirectoryStore:
         """Write the note so that nobody ever reads half of it."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self._directory)  # readable by its owner only
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(note)
+        with os.fdopen(handle, "wb") as file:
+            file.write(note.encode())
         os.replace(name, self._path(key))
 
     def look(self, key: str) -> str | None:
@@ -54,9 +54,9 @@ class DirectoryStore:
             # A network file system may answer for a while that there is no such file, because there
             # was none when it was asked before; to open the directory makes it ask again.
             os.close(os.open(self._directory, os.O_RDONLY))
-            with self._path(key).open(encoding="utf-8") as file:
+            with self._path(key).open("rb") as file:
                 ours = os.fstat(file.fileno()).st_uid == self._user
-                return file.read() if ours else None
+                return file.read().decode() if ours else None
         except (OSError, UnicodeDecodeError):
             return None
 
@@ -67,5 +67,5 @@ class DirectoryStore:
             return os.fstat(probe.fileno()).st_uid
 
     def _path(self, key: str) -> Path:
-        name = hashlib.sha256(f"{self._job}/{key}".encode()).hexdigest()[:32]
-        return self._directory / f"{name}.note"
+        name = f"{self._job}/{key}".encode(errors="surrogatepass")  # of any variable or file name
+        return self._directory / f"{hashlib.sha256(name).hexdigest()[:32]}.note"

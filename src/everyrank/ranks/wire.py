@@ -131,14 +131,9 @@ class Channel:
             if not self._makes_sense(kind, payload):
                 self._give_up()
             elif kind is Kind.TABLE:
-                self.learn_table(payload)
+                self._learn_table(payload)
             else:
                 yield frame
-
-    def learn_table(self, payload: bytes) -> None:
-        """Remember the names behind a number."""
-        number, names, stats, who = json.loads(payload)
-        self._tables_in[number] = _Table(tuple(names), tuple(stats), frozenset(who))
 
     def read_rows(self, payload: bytes) -> Batch:
         """Give the rows of a frame."""
@@ -189,6 +184,11 @@ class Channel:
             number = self._tables_out[table] = len(self._tables_out)
             self.say(Kind.TABLE, [number, table.names, table.stats, sorted(table.who)])
         return number
+
+    def _learn_table(self, payload: bytes) -> None:
+        """Remember what is behind a number."""
+        number, names, stats, who = json.loads(payload)
+        self._tables_in[number] = _Table(tuple(names), tuple(stats), frozenset(who))
 
     def _frame(self, kind: Kind, *parts: bytes) -> None:
         if self.closed:

@@ -1,6 +1,6 @@
-"""JAX arrays: one jitted stack an update, its way to the host started at once, dispatch never blocked.
+"""JAX arrays: one jitted copy an update, its way to the host started at once, dispatch never blocked.
 
-The stack is an array of our own, so that donating or deleting the caller's arrays later does not
+The copy is an array of our own, so that donating or deleting the caller's arrays later does not
 touch it. Readiness is asked, never waited for.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
-from everyrank.stage import Part, Place, check_size
+from everyrank.stage import Part, Place, Staged, check_size
+
+_LOOK = attrgetter("aval", "sharding")
 
 
 @cache
 def _flat() -> Any:
     """Compile the copy on first use: everything that is handed over, as one flat array."""
-    return jax.jit(lambda values: jnp.concatenate([jnp.reshape(v, (-1,)) for v in values]))
+    # The copy is spelled out, since a result that is the argument itself may share its memory.
+    return jax.jit(
+        lambda values: jnp.copy(jnp.concatenate([jnp.reshape(v, (-1,)) for v in values]))
+    )
 
 
 class JaxBlock:
@@ -37,11 +43,11 @@ class JaxBlock:
         return bool(self._array.is_ready())
 
     def fetch(self) -> NDArray[Any]:
-        """Give the one row as float64, int64 or bool."""
+        """Give the one row as float64, int64, uint64 or bool."""
         values = np.asarray(self._array)[None]
-        if values.dtype == np.bool_:
+        if values.dtype == np.bool_ or values.dtype == np.uint64:
             return values
-        whole = np.issubdtype(values.dtype, np.integer) and values.dtype != np.uint64
+        whole = jnp.issubdtype(values.dtype, jnp.integer)
         return values.astype(np.int64 if whole else np.float64)
 
     def peek(self, slot: int) -> NDArray[Any]:
@@ -49,53 +55,113 @@ class JaxBlock:
         row: NDArray[Any] = self.fetch()[slot]
         return row
 
+    def row(self, slot: int) -> Any:
+        """Give that row where it lies."""
+        del slot  # there is one
+        return self._array
+
 
 class JaxStage:
-    """The JAX values of one open window."""
+    """The way from JAX arrays to blocks: every update is a block of its own."""
 
-    def __init__(self, slots: int) -> None:
-        del slots  # every update is a block of its own
-
-    def add(self, columns: Sequence[int], names: Sequence[str], values: list[Any]) -> list[Part]:
-        """Copy the values of one update: one dispatch for each dtype and set of devices."""
-        groups: dict[Any, list[tuple[int, Any]]] = {}
-        for column, name, value in zip(columns, names, values, strict=True):
-            _check(name, value)
-            if not value.is_fully_addressable:
-                value = value.addressable_data(0)  # replicated: nothing global may be dispatched
-            groups.setdefault((value.dtype, value.sharding.device_set), []).append((column, value))
-        parts = []
-        for members in groups.values():
-            places, start = [], 0
-            for column, value in members:
-                places.append(Place(column, start, value.shape if value.size != 1 else ()))
-                start += value.size
-            block = JaxBlock(_flat()([value for _, value in members]))
-            parts.append(Part(block, 0, tuple(places)))
-        return parts
+    def add(self, staged: Staged, values: list[Any]) -> list[Part]:
+        """Copy the values of one update: one dispatch for each dtype and sharding."""
+        plan: _Plan | None = staged.plan
+        if plan is None or list(map(_LOOK, values)) != plan.looks:
+            plan = staged.plan = _plan(staged, values)
+        if plan.shared:
+            values = list(map(_local, values))
+        try:
+            copies = [_flat()([values[i] for i in picks]) for picks, _ in plan.groups]
+        except (RuntimeError, ValueError):
+            for name, value in zip(staged.names, values, strict=True):
+                _check_alive(name, value)
+            raise
+        for copy in copies:
+            _check_there(staged.names[0], copy)  # within a trace every result is of that trace
+        return [
+            Part(JaxBlock(copy), 0, places)
+            for copy, (_, places) in zip(copies, plan.groups, strict=True)
+        ]
 
     def seal(self) -> None:
         """Do nothing: JAX orders its own work."""
 
 
+class _Plan(NamedTuple):
+    """How the arrays of updates that look alike are copied, worked out once."""
+
+    looks: list[Any]
+    groups: list[tuple[list[int], tuple[Place, ...]]]  # those of one dtype and sharding
+    shared: bool  # with other processes, so that nothing may be dispatched on the whole
+
+
+def _plan(staged: Staged, values: list[Any]) -> _Plan:
+    for name, value in zip(staged.names, values, strict=True):
+        _check(name, value)
+    looks = list(map(_LOOK, values))
+    members: dict[Any, list[int]] = {}
+    for i, value in enumerate(map(_local, values)):
+        members.setdefault((value.dtype, value.sharding), []).append(i)
+    groups = [(picks, _places(staged.columns, values, picks)) for picks in members.values()]
+    return _Plan(looks, groups, not all(value.is_fully_addressable for value in values))
+
+
+def _places(
+    columns: Sequence[int], values: Sequence[Any], picks: Sequence[int]
+) -> tuple[Place, ...]:
+    places, start = [], 0
+    for i in picks:
+        value = values[i]
+        places.append(Place(columns[i], start, value.shape if value.size != 1 else ()))
+        start += value.size
+    return tuple(places)
+
+
+def _local(value: Any) -> Any:
+    """Give the part of an array that is here, which of a replicated one is all of it."""
+    return value if value.is_fully_addressable else value.addressable_data(0)
+
+
 def open_stage(slots: int) -> JaxStage:
-    """Open a stage for a window of `slots` updates."""
-    return JaxStage(slots)
+    """Open a stage; how many updates a window has makes no difference."""
+    del slots
+    return JaxStage()
 
 
 def _check(name: str, value: Any) -> None:
     """Refuse what has no value here, with the way out."""
-    if isinstance(value, jax.core.Tracer):
-        raise MetricError(
-            f"{name!r} is a tracer: update() was called inside a jitted function, where values do "
-            "not exist yet. Return the value from the function and hand it over outside."
-        )
+    _check_there(name, value)
     if not value.is_fully_addressable and not value.is_fully_replicated:
         raise MetricError(
             f"{name!r} is a global array of shape {value.shape} that this process holds a part of "
             "only. Reduce it inside the jitted function, or hand over "
             f"{name}.addressable_data(0)."
         )
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise MetricError(f"{name!r} is complex ({value.dtype}). Hand over its real part or abs().")
+    if not (jnp.issubdtype(value.dtype, jnp.integer) or _is_real(value.dtype)):
+        raise MetricError(
+            f"{name!r} is an array of {value.dtype}, which are no real numbers. Hand over numbers, "
+            "for example the abs() of complex ones."
+        )
+    _check_alive(name, value)
     check_size(name, value.shape)
+
+
+def _is_real(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.bool_))
+
+
+def _check_there(name: str, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise MetricError(
+            f"{name!r} is a tracer: update() was called inside a jitted function, where values do "
+            "not exist yet. Return the value from the function and hand it over outside."
+        )
+
+
+def _check_alive(name: str, value: Any) -> None:
+    if value.is_deleted():
+        raise MetricError(
+            f"{name!r} was deleted, or donated to a jitted function. Hand over what that function "
+            "returned."
+        )

@@ -10,46 +10,71 @@ them in stream order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
-from everyrank.stage import Part, Place, check_size
-from everyrank.stage.capture import relax_this_thread
+from everyrank.stage import Part, Place, Staged, check_size
+
+# A block has at most so many rows, for each is a tensor that is made ahead (0.35 us), and so many
+# numbers, for a vector whose length changes opens a block each time.
+_MOST_ROWS = 64
+_MOST_NUMBERS = 16_384
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+#: What can be converted to float64, int64 or bool; older versions of torch lack some of them.
+_READABLE = {
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
+        *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "bool", "int64", "int32", "int16"),
+        *("int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+    if hasattr(torch, name)
+}
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}  # used by background threads only
 
 
 class TorchBlock:
-    """Rows of equal dtype on one device."""
+    """Rows of equal dtype on one device, each copied there on the same stream."""
 
-    def __init__(self, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):  # or an evaluation's block could not be written later
-            self.buffer = torch.empty((slots, size), dtype=dtype, device=device)
-            self.rows = self.buffer.unbind(0)
+    def __init__(
+        self,
+        rows: Sequence[torch.Tensor],
+        buffer: torch.Tensor | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.rows = rows
         self.used = 0
-        self._streams: set[torch.cuda.Stream] = set()
-        self._sealed: list[torch.cuda.Event] = []
+        self._buffer = buffer  # what the rows are parts of; a single row is a tensor of its own
+        self._stream = stream
+        self._sealed: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
-        self._host: torch.Tensor | None = None if device.type == "cuda" else self.buffer
+        self._host: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, rows: int, group: _Group, stream: torch.cuda.Stream | None) -> TorchBlock:
+        """Open a block with room for so many rows."""
+        with torch.inference_mode(False):  # or an evaluation's block could not be written later
+            buffer = torch.empty((rows, group.size), dtype=group.dtype, device=group.device)
+            return cls(buffer.unbind(0), buffer, stream)
 
     def take(self) -> int:
         """Give the next free row."""
-        if self.buffer.is_cuda:
-            _refuse_capture()
-            self._streams.add(torch.cuda.current_stream(self.buffer.device))
         self.used += 1
         return self.used - 1
 
     def seal(self) -> None:
-        """Record that the copies are launched, on every stream that launched one."""
-        for stream in self._streams:
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._sealed.append(event)
+        """Record that the copies are launched."""
+        if self._stream is not None:
+            self._sealed = torch.cuda.Event()
+            self._sealed.record(self._stream)
 
     def ready(self) -> bool:
         """Say whether the values have reached the host; starts the copy when first asked."""
@@ -58,130 +83,177 @@ class TorchBlock:
         return self._copied is None or self._copied.query()
 
     def fetch(self) -> NDArray[Any]:
-        """Give the values as float64, int64 or bool."""
+        """Give the values as float64, int64, uint64 or bool."""
         if self._host is None:
             self._start_copy()
         if self._copied is not None:
             self._copied.synchronize()
         assert self._host is not None
-        return _as_numpy(self._host[: self.used])
+        return _as_numpy(self._host)
 
     def peek(self, slot: int) -> NDArray[Any]:
         """Read one row now, also of a window that is still open; waits for the device."""
-        # A copy of its own: the window's copy belongs to the background thread.
-        return _as_numpy(self.rows[slot].cpu())
+        # Apart from the window's copy to the host, which belongs to the background thread.
+        if self._stream is not None:
+            self._stream.synchronize()
+        return _as_numpy(self.rows[slot])
+
+    def row(self, slot: int) -> torch.Tensor:
+        """Give one row where it lies."""
+        return self.rows[slot]
 
     def _start_copy(self) -> None:
-        relax_this_thread()  # the program may be capturing a graph just now
-        device = self.buffer.device
-        stream = _copy_streams.get(device)
+        filled = self.rows[0][None] if self._buffer is None else self._buffer[: self.used]
+        if self._stream is None:
+            self._host = filled
+            return
+        stream = _copy_streams.get(filled.device)
         if stream is None:
-            stream = _copy_streams[device] = torch.cuda.Stream(device)
-        for event in self._sealed:
-            stream.wait_event(event)
+            stream = _copy_streams[filled.device] = torch.cuda.Stream(filled.device)
+        if self._sealed is not None:
+            stream.wait_event(self._sealed)
         with torch.cuda.stream(stream):
-            used = self.buffer[: self.used]
-            host = torch.empty(used.shape, dtype=used.dtype, device="cpu", pin_memory=True)
-            host.copy_(used, non_blocking=True)
+            host = torch.empty(filled.shape, dtype=filled.dtype, device="cpu", pin_memory=True)
+            host.copy_(filled, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(stream)
         self._host = host
 
 
 class TorchStage:
-    """The torch values of one open window."""
+    """The way from tensors to blocks."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._blocks: dict[Any, TorchBlock] = {}
+        # A block for each stream: what another stream writes into its memory would be in no order.
+        self._blocks: dict[tuple[_Group, torch.cuda.Stream | None], TorchBlock] = {}
         self._opened: list[TorchBlock] = []
-        self._places: dict[Any, tuple[Place, ...]] = {}
 
-    def add(self, columns: Sequence[int], names: Sequence[str], values: list[Any]) -> list[Part]:
+    def add(self, staged: Staged, values: list[Any]) -> list[Part]:
         """Copy the values of one update."""
-        first = values[0]
+        plan: _Plan | None = staged.plan
         with torch.no_grad():
-            # The common case first: numbers of one dtype on one device are one kernel.
-            if {(v.dtype, v.ndim) for v in values} == {(first.dtype, 0)} and _plain(values):
-                key = (first.device, first.dtype, columns)
-                block = self._block(key, len(values), first)
-                slot = block.take()
-                torch.stack(values, out=block.rows[slot])
-                return [Part(block, slot, self._scalar_places(columns))]
-            return self._add_mixed(columns, names, values)
+            try:
+                if plan is not None and plan.fits(values):
+                    return self._copy(plan, values)
+            except RuntimeError:  # on another device than before, or sparse: look at each of them
+                pass
+            usable = list(map(_usable, staged.names, values))
+            plan = _Plan(staged.columns, usable)
+            if all(map(is_, usable, values)):
+                staged.plan = plan
+            return self._copy(plan, usable)
 
     def seal(self) -> None:
         """Record the end of the window on the streams that made the values."""
         for block in self._opened:
             block.seal()
+        self._opened.clear()
+        self._blocks.clear()
 
-    def _scalar_places(self, columns: Sequence[int]) -> tuple[Place, ...]:
-        places = self._places.get(columns)
-        if places is None:
-            places = tuple(Place(column, i, ()) for i, column in enumerate(columns))
-            self._places[columns] = places
-        return places
-
-    def _add_mixed(
-        self, columns: Sequence[int], names: Sequence[str], values: list[Any]
-    ) -> list[Part]:
-        """Copy values of several dtypes, devices or shapes: one kernel for each dtype and device."""
-        groups: dict[Any, list[tuple[int, torch.Tensor]]] = {}
-        for column, name, raw in zip(columns, names, values, strict=True):
-            value = _usable(name, raw)
-            groups.setdefault((value.device, value.dtype), []).append((column, value))
+    def _copy(self, plan: _Plan, values: list[Any]) -> list[Part]:
         parts = []
-        for (device, dtype), members in groups.items():
-            places, flat, start = [], [], 0
-            for column, value in members:
-                shape = tuple(value.shape) if value.numel() != 1 else ()
-                places.append(Place(column, start, shape))
-                flat.append(value.reshape(-1))
-                start += value.numel()
-            key = (device, dtype, tuple(places))
-            block = self._block(key, start, flat[0])
-            slot = block.take()
-            torch.cat(flat, out=block.rows[slot])
-            parts.append(Part(block, slot, self._places.setdefault(key, tuple(places))))
+        for group in plan.groups:
+            stream = _stream_of(group.device)
+            if min(self._slots, group.most_rows) == 1:
+                block = TorchBlock((group.join(values),), None, stream)
+                self._opened.append(block)
+                slot = block.take()
+            else:
+                block = self._block(group, stream)
+                slot = block.take()
+                group.join(values, out=block.rows[slot])
+            parts.append(Part(block, slot, group.places))
         return parts
 
-    def _block(self, key: Any, size: int, like: torch.Tensor) -> TorchBlock:
-        block = self._blocks.get(key)
-        # A block is full early when updates were refused after their copy; the next one takes over.
-        if block is None or block.used == self._slots:
-            block = TorchBlock(self._slots, size, like.dtype, like.device)
-            self._blocks[key] = block
+    def _block(self, group: _Group, stream: torch.cuda.Stream | None) -> TorchBlock:
+        """Give the block that has room for the next row of a group."""
+        block = self._blocks.get((group, stream))
+        # A refused update may have taken a row, so that a window may need one more than its slots.
+        if block is None or block.used == len(block.rows):
+            block = TorchBlock.empty(min(self._slots, group.most_rows), group, stream)
+            self._blocks[group, stream] = block
             self._opened.append(block)
         return block
 
 
-def open_stage(slots: int) -> TorchStage:
-    """Open a stage for a window of `slots` updates."""
-    return TorchStage(slots)
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The values of an update that are copied together: of one dtype, on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    picks: tuple[int, ...] | None  # where they are among the values; None if they are all
+    places: tuple[Place, ...]
+    scalars: bool  # none has a dimension
+    size: int
+    most_rows: int
+
+    def join(self, values: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy them into one flat tensor, with one kernel."""
+        if self.picks is not None:
+            values = [values[i] for i in self.picks]
+        if self.scalars:
+            return torch.stack(values, out=out)
+        return torch.cat([value.reshape(-1) for value in values], out=out)
 
 
-def _as_numpy(host: torch.Tensor) -> NDArray[Any]:
-    if host.is_floating_point():
-        host = host.to(torch.float64)
-    elif host.dtype not in (torch.bool, torch.uint64):
-        host = host.to(torch.int64)
-    values: NDArray[Any] = host.cpu().numpy()
-    return values.astype(np.float64) if values.dtype == np.uint64 else values
+class _Plan:
+    """How the values of updates that look alike are copied, worked out once."""
+
+    def __init__(self, columns: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        self._dtypes = list(map(_DTYPE, values))
+        scalars = all(value.ndim == 0 for value in values)
+        self._shapes = None if scalars else list(map(_SHAPE, values))
+        members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, value in enumerate(values):
+            members.setdefault((value.device, value.dtype), []).append(i)
+        self._firsts = [picks[0] for picks in members.values()]
+        self.groups = [_group(columns, values, picks) for picks in members.values()]
+
+    def fits(self, values: list[Any]) -> bool:
+        """Say whether values look like those that this was worked out for, but for the device."""
+        if list(map(_DTYPE, values)) != self._dtypes:
+            return False
+        if self._shapes is not None:
+            return list(map(_SHAPE, values)) == self._shapes
+        # Stacking fails unless all have the same shape, so the first tells for its group.
+        return not any(values[i].ndim for i in self._firsts)
 
 
-def _plain(values: list[Any]) -> bool:
-    """Say whether stacking may go ahead: real tensors on one device, of a dtype that we read."""
-    first = values[0]
-    if first.dtype.is_complex or first.is_quantized or first.is_meta:
-        return False
-    device = first.device
-    return all(
-        (type(v) is torch.Tensor or type(v) is torch.nn.Parameter) and v.device == device
-        for v in values
+def _group(columns: Sequence[int], values: Sequence[torch.Tensor], picks: list[int]) -> _Group:
+    places, size = [], 0
+    for i in picks:
+        count = values[i].numel()
+        places.append(Place(columns[i], size, tuple(values[i].shape) if count != 1 else ()))
+        size += count
+    return _Group(
+        device=values[picks[0]].device,
+        dtype=values[picks[0]].dtype,
+        picks=tuple(picks) if len(picks) < len(values) else None,
+        places=tuple(places),
+        scalars=all(values[i].ndim == 0 for i in picks),
+        size=size,
+        most_rows=min(_MOST_ROWS, max(1, _MOST_NUMBERS // max(1, size))),
     )
 
 
-def _usable(name: str, value: torch.Tensor) -> torch.Tensor:
+def open_stage(slots: int) -> TorchStage:
+    """Open a stage for windows of `slots` updates."""
+    return TorchStage(slots)
+
+
+def _as_numpy(values: torch.Tensor) -> NDArray[Any]:
+    values = values.cpu()  # before it is converted: some devices have no float64
+    if values.is_floating_point():
+        values = values.to(torch.float64)
+    elif values.dtype not in (torch.bool, torch.uint64):
+        values = values.to(torch.int64)
+    array: NDArray[Any] = values.numpy()
+    return array
+
+
+def _usable(name: str, value: Any) -> torch.Tensor:
     """Give the dense local tensor that we can copy, or say what to do instead."""
     if hasattr(value, "to_local") and hasattr(value, "placements"):  # a DTensor
         if not all(p.is_replicate() for p in value.placements):
@@ -190,23 +262,24 @@ def _usable(name: str, value: torch.Tensor) -> torch.Tensor:
                 f"a part of it only. Hand over {name}.full_tensor(), on every rank."
             )
         value = value.to_local()
-    if (
-        value.dtype.is_complex
-        or value.is_quantized
-        or value.is_meta
-        or value.layout != torch.strided
-    ):
+    tensor: torch.Tensor = value
+    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not dense or tensor.dtype not in _READABLE:
         raise MetricError(
-            f"{name!r} is a tensor of dtype {value.dtype}, layout {value.layout} on "
-            f"{value.device}, which has no plain numbers. Hand over a dense real tensor."
+            f"{name!r} is a tensor of dtype {tensor.dtype}, layout {tensor.layout} on "
+            f"{tensor.device}, which has no plain numbers. Hand over a dense real tensor."
         )
-    check_size(name, value.shape)
-    return value
+    check_size(name, tensor.shape)
+    return tensor
 
 
-def _refuse_capture() -> None:
+def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """Give the stream that a copy goes to now, if the device has streams that we know."""
+    if device.type != "cuda":
+        return None
     if torch.cuda.is_current_stream_capturing():
         raise MetricError(
             "update() was called while a CUDA graph is being captured, where a value does not "
             "exist yet. Call it after graph.replay(), with the graph's static output tensors."
         )
+    return torch.cuda.current_stream(device)
