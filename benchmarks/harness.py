@@ -222,7 +222,7 @@ def verdict(tables: Iterable[Table]) -> str:
     """Count what was reached, and name what was not."""
     rows = [(table, row) for table in tables for row in table.rows if row.reached is not None]
     missed = [
-        f"  no: {table.title} / {row.cells[0]}: {row.must}"
+        f"  no: {table.title} / {' '.join(map(str, row.cells[:2])).strip()}: {row.must}"
         for table, row in rows
         if not row.reached
     ]

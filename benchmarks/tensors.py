@@ -62,7 +62,7 @@ def _count(history: Any, steps: list[Any]) -> dict[str, float]:
 
     counts: Counter[str] = Counter()
 
-    class Count(TorchDispatchMode):  # type: ignore[misc]
+    class Count(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -70,7 +70,7 @@ def _count(history: Any, steps: list[Any]) -> dict[str, float]:
             return func(*args, **(kwargs or {}))
 
     history.flush()
-    with Count():
+    with Count():  # type: ignore[no-untyped-call]
         for step in steps:
             history.update(step)
     return {name: count / len(steps) for name, count in counts.items()}

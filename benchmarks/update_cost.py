@@ -80,7 +80,7 @@ def wandb_offline() -> Opened:
 
 def trackio_local() -> Opened:
     os.environ.update({"TRACKIO_DIR": str(scratch()), "HF_HUB_OFFLINE": "1"})
-    import trackio
+    import trackio  # type: ignore[import-not-found,unused-ignore]
 
     trackio.init(project="benchmark")
     return trackio.log, trackio.finish

@@ -204,7 +204,7 @@ def test_an_option_that_cannot_be_honoured_is_refused_at_the_call(tmp_path, opti
         ({"loss/mean": 1.0}, "ends in '/mean', which is kept for statistics over ranks"),
         ({"time": 1.0}, "'time' is a column of every record already"),
         ({3: 1.0}, "the key 3 is a int, but names are text"),
-        ({"loss": 1.0, "step": "five"}, "step='five' is a str, and no whole number"),
+        ({"loss": 1.0, "step": "five"}, "step='five' .str. is no whole number"),
         ([("loss", 1.0)], "and no dict"),
     ],
 )
@@ -563,7 +563,7 @@ def test_a_failure_in_the_background_is_logged_once_and_counted(tmp_path, caplog
 
 
 def test_frames_are_aligned_by_step(tmp_path):
-    """pandas and xarray see the same numbers, and missing is missing."""
+    """Both pandas and xarray see the same numbers, and missing is missing."""
     pytest.importorskip("pandas")
     pytest.importorskip("xarray")
     with History(outdir=tmp_path) as history:

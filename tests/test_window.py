@@ -56,7 +56,7 @@ class Color(enum.IntEnum):
     RED = 3
 
 
-class Key(str, enum.Enum):
+class Key(enum.StrEnum):
     LOSS = "loss"
 
 
@@ -145,8 +145,10 @@ def test_arrays_and_lists_are_copied_when_handed_over():
     plain.clear()
     ((record,),) = pack(windows[0].rows)
     assert {name: np.array(value).tolist() for name, value in record.values.items()} == {
-        **{"v": [1, 1, 1], "s": 1},
-        **{"p": [1, 2], "n": [[1], [2]]},
+        "v": [1, 1, 1],
+        "s": 1,
+        "p": [1, 2],
+        "n": [[1], [2]],
     }
 
 

@@ -10,7 +10,8 @@
 * **Bound.** What was handed on and is in no column yet counts, also while it waits for other ranks.
   Above the bound `update` waits; nothing is dropped.
 * **Deadline.** Other ranks are waited for no longer than their `timeout` (see `ranks.base`), so a
-  window is always answered. `settle` and `close` end at their own deadline.
+  window is always answered. `settle` and `close` end at their own deadline; `close` then records
+  what is left without the ranks that did not come.
 * **Failure.** What goes wrong here is logged once and counted; training sees none of it.
 * **Close.** `close(seconds)` hands on what is open, says goodbye to the other ranks, waits for what
   is unfinished, then closes every backend. It is idempotent, and does nothing in a forked child.
@@ -52,6 +53,9 @@ _PATIENCE = 1.0
 
 #: Without other ranks only our own thread is waited for, which is a matter of milliseconds.
 _LOCAL_PATIENCE = 60.0
+
+#: At its deadline `close` waits for nobody else, and what is left then takes milliseconds.
+_SLACK = 5.0
 
 Order = Callable[[], object]
 
@@ -174,15 +178,15 @@ class Flow:
         windows: list[Window] = []
         while self._queue:
             head = self._queue[0]
+            if isinstance(head, Window) and not head.ready():
+                break
+            self._queue.popleft()  # first, since an order that fails must not come again
             if isinstance(head, Window):
-                if not head.ready():
-                    break
                 windows.append(head)
             else:
                 self._start(windows)
                 windows = []
                 head()
-            self._queue.popleft()
         self._start(windows)
 
     def _start(self, windows: Iterable[Window]) -> None:
@@ -236,12 +240,15 @@ class Flow:
         self.intake.leftover()
         self.intake.hand_over()
         self._worker.put(self.ranks.leave)
-        finished = self._worker.close(seconds)
+        if not self._worker.flush(seconds):
+            self._worker.put(self.ranks.give_up)
+        finished = self._worker.close(_SLACK)
         if not finished:
             log.warning(
-                "%d values were not recorded within %g s: they are lost.",
+                "%d values were not recorded within %g s: they are lost. A device that does not "
+                "finish its work keeps them.",
                 self._worker.waiting,
-                seconds,
+                seconds + _SLACK,
             )
         for outlet in self._outlets():
             # One that hangs has used up the time, but not that of the others.

@@ -162,6 +162,8 @@ def show(value: Any, *, precision: int = 6, format: str | None = None) -> str:
     if isinstance(value, np.ndarray):
         # A matrix has line ends of its own, which would break the one line of its step.
         return " ".join(np.array2string(value, precision=precision, threshold=8).split())
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return hex(value)  # Python refuses to write out thousands of decimal digits
     if not isinstance(value, float):
         return str(value)
     return f"{value:{format}}" if format else f"{value:.{precision}f}"

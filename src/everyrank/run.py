@@ -253,16 +253,15 @@ class Run:
         facts: dict[str, Any] = {"host": self.peers.identity.host}
         if self.files is not None:
             facts |= {"run_id": self.files.run.run_id, "directory": str(self.files.directory)}
-        from everyrank.ranks.host import host_ranks  # sockets are for those who have peers
+        about: dict[str, Any] = {"stats": self._stats, "timeout": options.timeout, "facts": facts}
+        # Imported by those who need it: sockets by whoever has peers, torch by whoever asks.
+        if options.transport == "device":
+            from everyrank.ranks.device import DeviceRanks
 
-        return host_ranks(
-            self.peers,
-            name=options.site,
-            stats=self._stats,
-            timeout=options.timeout,
-            facts=facts,
-            selector=selector,
-        )
+            return DeviceRanks(self.peers, **about)
+        from everyrank.ranks.host import host_ranks
+
+        return host_ranks(self.peers, name=options.site, selector=selector, **about)
 
 
 def _peers(group: Any, options: Options) -> Peers:

@@ -49,14 +49,16 @@ class RunFiles:
     ) -> None:
         """Open the run; `part` names a sub-directory, for a group of ranks that writes beside."""
         run_id = _checked(run_id)
-        directory, shared = _place(outdir, report_dir, jsonl_path, run_id)
+        directory, shared = _place(outdir, report_dir, jsonl_path)
         if directory is None:
             run_id = run_id or mint_run_id()
             directory = Path(OUTPUTS) / run_id
         directory = directory / part if part else directory
         self.run = RunDirectory.open(directory, run_id, fresh=shared)
         path = Path(jsonl_path) if jsonl_path else directory / f"{self.run.run_id}.jsonl"
-        self.goes_on = not (jsonl_overwrite or shared) and _has_rows(path)
+        # Where runs share a place, rows that are there are ours only if the run was named.
+        ours = not jsonl_overwrite and (run_id is not None or not shared)
+        self.goes_on = ours and _has_rows(path)
         last = None if jsonl_overwrite else _last_generation(path)
         # Opened before anything is written: it is the lock that tells a second writer.
         self.log = Jsonl(path, overwrite=jsonl_overwrite)
@@ -117,16 +119,14 @@ def _place(
     outdir: PathLike | None,
     report_dir: PathLike | None,
     jsonl_path: PathLike | None,
-    run_id: str | None,
 ) -> tuple[Path | None, bool]:
     """Give the directory asked for, and whether other runs may be in it."""
     if outdir is not None:
         return Path(outdir), False
-    shared = run_id is None
     if report_dir is not None:
-        return Path(report_dir), shared
+        return Path(report_dir), True
     if jsonl_path is not None:
-        return Path(jsonl_path).parent, shared
+        return Path(jsonl_path).parent, True
     return None, False
 
 

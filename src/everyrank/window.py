@@ -325,7 +325,9 @@ def _copied(name: str, value: Any) -> Any:
             raise _no_metric(name, value) from None
     array = _as_array(name, value)
     check_size(name, array.shape)
-    if _is_low_float(array.dtype) or not array.size:
+    if not array.size:
+        return np.empty(array.shape)
+    if _is_low_float(array.dtype):
         array = array.astype(np.float64)
     elif array.dtype.kind not in _KINDS:
         raise _no_metric(name, value)

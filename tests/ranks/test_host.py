@@ -368,7 +368,7 @@ def test_what_was_said_before_the_ranks_met_is_not_lost(star):
 
 def test_a_rank_that_falls_silent_is_named_once_and_may_come_back(star, caplog):
     """Others go on after `timeout`; its late rows are counted and keep their own values."""
-    ranks = star(2, timeout=0.2).meet(0, 1)
+    ranks = star(2, timeout=1.0).meet(0, 1)
     for end in ranks.ends.values():
         end.start(rows([0], loss=[1.0]))
     ranks.finish()
@@ -405,7 +405,7 @@ def test_ranks_that_open_no_history_are_named_together_once(star, caplog):
 
 def test_a_first_rank_that_waits_for_another_is_not_taken_for_gone(star, caplog):
     """While it waits it says that it is there, so that its own patience ends before theirs."""
-    ranks = star(3, timeout=0.4).meet(0, 1)
+    ranks = star(3, timeout=1.0).meet(0, 1)
     for rank in (0, 1):
         ranks.ends[rank].start(rows([0], loss=[rank]))
         ranks.ends[rank].start(rows([1], loss=[rank]))
@@ -448,14 +448,14 @@ def test_waiting_says_when_to_look_again(star, tmp_path):
 
 def test_a_rank_without_a_first_records_alone_and_joins_when_it_comes(star, tmp_path, caplog):
     """Rows are finished alone after a short while, said once; what comes later is together."""
-    ranks = star(2, timeout=0.2)
+    ranks = star(2, timeout=1.0)
     alone = ranks.open(1)
     for step in range(3):
         alone.start(rows([step], loss=[1.0]))
         ranks.finish()
     assert alone.health()["missing_ranks"] == {"0": "absent"}
     assert messages(caplog) == [
-        "rank 0 has not opened this History within 0.2 s: it has left no address in "
+        "rank 0 has not opened this History within 1 s: it has left no address in "
         f"{tmp_path}. Rank 1 records its own values alone until it does."
     ]
     first = ranks.open(0, timeout=PATIENT)

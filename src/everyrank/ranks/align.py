@@ -226,6 +226,10 @@ class Alignment:
         """
         self._grace = self._timeout = min(self._grace, self._timeout / 2)
 
+    def give_up(self) -> None:
+        """Wait for nobody any longer."""
+        self._grace = self._timeout = 0.0
+
     def pop(self, now: float) -> list[Reduced]:
         """Reduce every row that need not wait any longer."""
         out, self._answers = self._answers, []

@@ -126,6 +126,10 @@ class Ranks(Protocol):
         """Say that nothing more will be started here."""
         ...
 
+    def give_up(self) -> None:
+        """Wait for nobody any longer: what is unfinished is finished with whoever reported it."""
+        ...
+
     def close(self) -> None:
         """Let go of every connection; what is unfinished stays so."""
         ...

@@ -66,6 +66,9 @@ class Alone:
     def leave(self) -> None:
         """Do nothing: nobody waits for us."""
 
+    def give_up(self) -> None:
+        """Do nothing: we wait for nobody."""
+
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
@@ -157,6 +160,11 @@ class InProcess:
                 self._meeting.alignment.hurry()
         if self.identity.rank == 0:
             self.request_flush()
+
+    def give_up(self) -> None:
+        """Wait for nobody any longer."""
+        with self._meeting.lock:
+            self._meeting.alignment.give_up()
 
     def close(self) -> None:
         """Take in no more answers."""

@@ -1,8 +1,8 @@
-"""Frames over a socket: what ranks say to each other, as bytes. No pickle, no tensor, no blocking.
+"""Frames: what ranks say to each other, as bytes, over a socket or whatever else carries them.
 
 A frame is a length, a kind and a payload. Names travel once: the first rows with a new set of names
 are preceded by a table that numbers it, and from then on rows are a number, steps, times and floats
-as they lie in memory (little-endian, which every machine that trains is).
+as they lie in memory (little-endian, which every machine that trains is). There is no pickle.
 
 * **Order.** Frames arrive in the order in which they were queued, each whole, however the socket
   cuts the bytes.
@@ -67,16 +67,11 @@ class _Table(NamedTuple):
     who: frozenset[int] = frozenset()
 
 
-class Channel:
-    """One connection: frames in, frames out, and never a wait."""
+class Frames:
+    """What one rank says to another as bytes, and what it hears; somebody else carries them."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        with contextlib.suppress(OSError):  # a latency hint, which not every transport knows
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = sock
+    def __init__(self) -> None:
         self.closed = False
-        self.heard = False  # whether anything arrived since somebody reset this
         self._in = bytearray()
         self._out = bytearray()
         self._largest = MAX_FIRST_FRAME
@@ -107,25 +102,21 @@ class Channel:
             arrays = (piece.steps, piece.times, piece.values, piece.ranks, piece.nonfinite)
             self._frame(Kind.REDUCED, head, *map(_bytes, arrays))
 
-    def push(self) -> None:
-        """Send what the socket takes now."""
-        while self._out:
-            try:
-                sent = self.sock.send(memoryview(self._out)[: 1 << 20])
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                self._pull()  # the other side may have said goodbye before it went
-                self._end()
-                return
-            del self._out[:sent]
+    def take(self, most: int) -> bytes:
+        """Take some of the bytes that wait to be sent."""
+        part = bytes(self._out[:most])
+        del self._out[:most]
+        return part
+
+    def feed(self, part: bytes) -> None:
+        """Hear some bytes."""
+        self._in += part
 
     def frames(self) -> Iterator[tuple[Kind, bytes]]:
-        """Give the whole frames that have arrived, one by one; what is not taken stays.
+        """Give the whole frames that were heard, one by one; what is not taken stays.
 
         Tables are learned in passing. `closed` is set at the end of the stream.
         """
-        self._pull()
         while (frame := self._next_frame()) is not None:
             kind, payload = frame
             if not self._makes_sense(kind, payload):
@@ -170,12 +161,6 @@ class Channel:
             who,
         )
 
-    def close(self) -> None:
-        """Let go of the socket."""
-        self._give_up()
-        with contextlib.suppress(OSError):
-            self.sock.close()
-
     def _table(self, table: _Table) -> int:
         number = self._tables_out.get(table)
         if number is None:
@@ -196,22 +181,6 @@ class Channel:
         self._out += _HEAD.pack(sum(map(len, parts)), kind)
         for part in parts:
             self._out += part
-
-    def _pull(self) -> None:
-        """Take in what has arrived."""
-        enough = len(self._in) + _MOUTHFUL
-        while not self.closed and len(self._in) < enough:
-            try:
-                data = self.sock.recv(1 << 18)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._end()
-                return
-            self.heard = True
-            self._in += data
 
     def _next_frame(self) -> tuple[Kind, bytes] | None:
         """Take the next frame, if it has arrived whole."""
@@ -258,6 +227,58 @@ class Channel:
         """Send no more, and hear no more."""
         self._end()
         self._in.clear()
+
+
+class Channel(Frames):
+    """Frames over a socket that never waits."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # a latency hint, which not every transport knows
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.heard = False  # whether anything arrived since somebody reset this
+
+    def push(self) -> None:
+        """Send what the socket takes now."""
+        while self._out:
+            try:
+                sent = self.sock.send(memoryview(self._out)[: 1 << 20])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._pull()  # the other side may have said goodbye before it went
+                self._end()
+                return
+            del self._out[:sent]
+
+    def frames(self) -> Iterator[tuple[Kind, bytes]]:
+        """Give the whole frames that have arrived by now."""
+        self._pull()
+        yield from super().frames()
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._give_up()
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+    def _pull(self) -> None:
+        """Take in what has arrived."""
+        enough = len(self._in) + _MOUTHFUL
+        while not self.closed and len(self._in) < enough:
+            try:
+                data = self.sock.recv(1 << 18)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._end()
+                return
+            self.heard = True
+            self._in += data
 
 
 def _pieces(whole: _T, width: int) -> Iterator[_T]:

@@ -27,7 +27,6 @@ MAX_ELEMENTS = 65_536
 #: torch.Size or a module of one's own is of torch as well, and no value.
 _FRAMEWORKS = {
     ("torch", "Tensor"): "torch",
-    ("jax", "Array"): "jax",
     ("jaxlib", "ArrayImpl"): "jax",
     ("jax", "Tracer"): "jax",
 }
