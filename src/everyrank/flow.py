@@ -109,10 +109,13 @@ class Flow:
         self._after[generation] = after_step
 
     def settle(self, seconds: float) -> bool:
-        """Hand on what is open, here and on other ranks, and wait until it is recorded."""
+        """Hand on what is open, here and on other ranks, and wait until every backend has it."""
+        deadline = time.monotonic() + seconds
         self.intake.hand_over()
         self._worker.put(self.ranks.request_flush)
-        return self._worker.flush(seconds)
+        recorded = self._worker.flush(seconds)
+        delivered = [o.flush(max(0.0, deadline - time.monotonic())) for o in self._outlets()]
+        return recorded and all(delivered)
 
     def settle_a_little(self) -> bool:
         """Settle for somebody who reads or prints, without ever making a habit of waiting.

@@ -281,7 +281,7 @@ class History:
     # ---------------------------------------------------------------------------- the end
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything so far is recorded, here and from other ranks; False if too late."""
+        """Wait until all so far is recorded and delivered, other ranks' too; False if too late."""
         return self._flow.settle(self._timeout if timeout is None else timeout)
 
     def close(self, timeout: float | None = None) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 from everyrank.errors import MetricError
 from everyrank.steps import Steps, as_step
-from everyrank.window import Layout, Row, Window, flatten, learn
+from everyrank.window import Layout, Row, Window, flatten, is_nested, learn
 
 _NOTHING: frozenset[str] = frozenset()
 _live: weakref.WeakSet[Intake] = weakref.WeakSet()
@@ -65,7 +65,13 @@ class Intake:
 
     def note(self, name: str, value: Any) -> None:
         """Copy a value for the next update; the later of two of one name counts."""
-        value = _noted(name, value)
+        layout = self._layout_of((name, type(value)), {name: value})
+        if layout.step_at is not None:
+            raise MetricError(
+                "the step is no note: hand it over with an update, as update(metrics, step=...)."
+            )
+        if not layout.plain:
+            value = _copied(layout, value)
         with self._lock:
             self._notes[name] = value
 
@@ -155,17 +161,20 @@ class Intake:
     ) -> tuple[Layout, tuple[Any, ...]]:
         """Give the layout of a call that does not look like the one before it."""
         look = (*metrics, *map(type, values))
+        if look not in self._layouts and is_nested(values):
+            flat = flatten(metrics)
+            return self._find(flat, tuple(flat.values()))
+        layout = self._layout = self._layout_of(look, metrics)
+        return layout, values
+
+    def _layout_of(self, look: tuple[Any, ...], metrics: Mapping[str, Any]) -> Layout:
         layout = self._layouts.get(look)
         if layout is None:
-            if any(isinstance(value, Mapping) for value in values):
-                flat = flatten(metrics)
-                return self._find(flat, tuple(flat.values()))
             layout = learn(metrics)
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
             self._layouts[look] = layout
-        self._layout = layout
-        return layout, values
+        return layout
 
     def _add_with_notes(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
         with self._lock:
@@ -181,13 +190,8 @@ class Intake:
             raise
 
 
-def _noted(name: str, value: Any) -> Any:
-    """Give a copy of a value, where it lies; or say what is wrong with it now, to whoever noted it."""
-    layout = learn({name: value})
-    if layout.step_at is not None:
-        raise MetricError(
-            "the step is no note: hand it over with an update, as update(metrics, step=...)."
-        )
+def _copied(layout: Layout, value: Any) -> Any:
+    """Copy the one value of a layout where it lies, or say what is wrong with it."""
     values, parts = Window(1).capture(layout, [value])
     if not parts:
         return values[0]

@@ -225,7 +225,8 @@ class Run:
     def _backends(self) -> list[Background]:
         if self.files is None:
             return []
-        outlets = [Background(b) for b in (self.files.log, *self.options.backends)]
+        outlets = [Background(self.files.log)]
+        outlets += [Background(b, drop=True) for b in self.options.backends]
         for outlet in outlets:
             outlet.describe(self.descriptions)
         return outlets

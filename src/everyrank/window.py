@@ -51,6 +51,7 @@ class Layout:
     staged: tuple[Staged, ...]  # device values, by framework
     copied: tuple[int, ...]  # numpy arrays and sequences, which may change later, and odd numbers
     plain: bool  # only numbers of the host: a tuple of them is already a copy
+    whole: bool  # only device values of one framework
 
     @property
     def size(self) -> int:
@@ -92,11 +93,14 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
         ),
         copied=tuple(copied),
         plain=not (staged or copied or texts),
+        whole=[len(at) for at in staged.values()] == [len(names)],
     )
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Give nested dicts as one, their keys joined with `/`."""
+    if not is_nested(metrics.values()):
+        return dict(metrics)
     flat: dict[str, Any] = {}
     for name, value in _leaves(metrics, ""):
         if name in flat:
@@ -106,6 +110,11 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
             )
         flat[name] = value
     return flat
+
+
+def is_nested(values: Iterable[Any]) -> bool:
+    """Say whether there are dicts among the values."""
+    return any(issubclass(kind, Mapping) for kind in set(map(type, values)))
 
 
 def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -130,7 +139,11 @@ class Window:
         self, layout: Layout, values: list[Any]
     ) -> tuple[tuple[Any, ...], tuple[Part, ...]]:
         """Copy what may change after the call: device values beside them, arrays into new ones."""
-        parts: list[Part] = []
+        if layout.whole:  # nothing to pick and to put back, which is 1 us of 12 for 20 tensors
+            (staged,) = layout.staged
+            parts = self._stage(staged.framework).add(staged, values)
+            return (None,) * layout.size, tuple(parts)
+        parts = []
         for i in layout.copied:
             values[i] = _copied(layout.names[i], values[i])
         for staged in layout.staged:
@@ -389,8 +402,8 @@ def check_name(name: Any) -> None:
 
 
 def _no_metric(name: str, value: Any) -> MetricError:
+    shown = " ".join(reprlib.repr(value).split())  # on one line
     return MetricError(
-        f"{name!r} is {reprlib.repr(value)}, a {type(value).__name__}: neither a number, nor an "
-        "array of numbers, nor a text. Hand over a number, for example float(...), or str(...) to "
-        "keep it as a text."
+        f"{name!r} is {shown}, a {type(value).__name__}: neither a number, nor an array of numbers, "
+        "nor a text. Hand over a number, for example float(...), or str(...) to keep it as a text."
     )

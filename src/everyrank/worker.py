@@ -7,8 +7,8 @@ Training puts items in; the thread takes all that wait and hands them, in order,
   costs the caller more than the work (5-14 us where the append takes 0.2). While items come, the
   thread looks every `tick` seconds by itself; after a quiet while it waits for the doorbell.
 * **Bound.** `put` counts sizes, of at least 1 each, and what `unfinished` says is still on its way.
-  Above `capacity` it waits until the thread has made room; this is said once, and nothing is
-  dropped.
+  Above `capacity` it waits until the thread has made room; nothing is dropped, and unless
+  `say_full` is False this is said once.
 * **Failure.** What `work` raises is logged once for each kind, counted in `failures`, and the
   thread goes on with the next items; if something is unfinished, a second later even without any.
   Nothing is ever raised into the caller of `put`.
@@ -64,6 +64,7 @@ class Worker(Generic[T]):
         unfinished: Callable[[], int] | None = None,
         selector: selectors.BaseSelector | None = None,
         at_end: Callable[[], None] | None = None,
+        say_full: bool = True,
     ) -> None:
         self.name = name
         self.failures = 0
@@ -78,6 +79,7 @@ class Worker(Generic[T]):
         self._ask_unfinished = unfinished
         self._unfinished = 0
         self._at_end = at_end
+        self._say_full = say_full
         self._asleep = False
         self._closed = False
         self._stop = False
@@ -157,15 +159,16 @@ class Worker(Generic[T]):
     def _wait_for_room(self) -> None:
         if threading.current_thread() is self._thread:
             return
-        self._say(
-            "full",
-            logging.WARNING,
-            "%s is behind: %d values wait, the bound is %d. Updates wait for room from here on; "
-            "a larger sync_every makes each step cheaper.",
-            self.name,
-            self.waiting,
-            self._capacity,
-        )
+        if self._say_full:
+            self._say(
+                "full",
+                logging.WARNING,
+                "%s is behind: %d values wait, the bound is %d. Updates wait for room from here "
+                "on; a larger sync_every makes each step cheaper.",
+                self.name,
+                self.waiting,
+                self._capacity,
+            )
         self.ring()
         with self._room:
             # Half empty, so that the caller does not come back for the very next item.

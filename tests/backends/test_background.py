@@ -163,17 +163,44 @@ def test_a_backend_that_hangs_in_its_close_hangs_nobody():
     slow.gate.set()
 
 
-def test_a_full_queue_is_met_by_waiting(slow: Slow, caplog: pytest.LogCaptureFixture):
+def test_a_full_queue_is_met_by_waiting(slow: Slow):
     """Above the capacity the writer waits, and nothing is dropped."""
     background = Background(slow, capacity=2)
     writer = threading.Thread(target=lambda: [background.write(record(i)) for i in range(9)])
     writer.start()
-    until(lambda: caplog.records)  # while the backend hangs, the third record waits
-    assert "everyrank-memory is behind" in caplog.text
+    until(lambda: background.health()["waiting"] >= 3)  # one more than may wait: that one blocks
     slow.gate.set()
     writer.join(LONG)
     assert background.close(LONG)
     assert [r.step for r in slow.records] == list(range(9))
+
+
+def test_a_destination_that_may_drop_never_blocks(slow: Slow, caplog: pytest.LogCaptureFixture):
+    """Intermediate records are left out, counted and said once; the last one still comes."""
+    background = Background(slow, capacity=3, drop=True)
+    for step in range(50):  # while the backend hangs
+        background.write(record(step))
+    assert caplog.text.count("some are left out there") == 1
+    slow.gate.set()
+    assert background.close(LONG)
+    steps = [r.step for r in slow.records]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 49
+    assert len(steps) + background.health()["dropped"] == 50
+    assert 3 <= len(steps) <= 6
+
+
+def test_a_destination_that_keeps_up_again_gets_everything_again(slow: Slow):
+    """What was left out stays out, the last of it comes, and what follows is whole."""
+    background = Background(slow, capacity=2, drop=True)
+    for step in range(10):
+        background.write(record(step))
+    slow.gate.set()
+    assert background.flush(LONG)
+    for step in range(10, 12):
+        background.write(record(step))
+    assert background.close(LONG)
+    assert [r.step for r in slow.records][-3:] == [9, 10, 11]
 
 
 def test_a_failing_backend_is_said_once_and_counted(caplog: pytest.LogCaptureFixture):
@@ -193,6 +220,7 @@ def test_a_failing_backend_is_said_once_and_counted(caplog: pytest.LogCaptureFix
     assert background.health() == {
         "waiting": 0,
         "failures": 8,
+        "dropped": 0,
         "last_failure": "close: RuntimeError: no end",
     }
 

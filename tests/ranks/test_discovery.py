@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 
 import discovery_programs
 import numpy as np
@@ -55,7 +54,7 @@ def test_without_anybody_else_there_is_one_process():
 
 
 def test_a_launchers_environment_is_asked_without_a_framework(launched, tmp_path):
-    """Its ranks meet in a directory: the run's own, where notes do not get mixed up."""
+    """Its ranks meet in a directory: the run's own, which they may share over a network."""
     peers = discover(directory=tmp_path)
     assert peers.identity.source == "torchrun"
     assert peers.ranks == (0, 1, 2, 3)
@@ -65,15 +64,18 @@ def test_a_launchers_environment_is_asked_without_a_framework(launched, tmp_path
     assert isinstance(store, DirectoryStore)
 
 
-def test_without_a_run_directory_ranks_of_a_host_meet_among_temporary_files(
+def test_ranks_of_a_host_meet_also_if_they_were_told_different_directories(
     launched, tmp_path, monkeypatch
 ):
-    """The place is one for each user, also for a user who has no name."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    """A place among the temporary files is one for each user, also for one who has no name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.delenv("USER", raising=False)
-    place = Path(str(discover().store()))
-    assert place == tmp_path / f"everyrank-{os.getuid()}" / ".everyrank"
-    assert list(tmp_path.iterdir()) == []
+    place = tmp_path / "temporary" / f"everyrank-{os.getuid()}" / ".everyrank"
+    assert str(discover().store()) == str(place)
+    (tmp_path / "temporary").mkdir()
+    discover(directory=tmp_path / "run").store().leave("key", "note")
+    assert discover().store().look("key") == "note"
+    assert discover(directory=tmp_path / "another").store().look("key") == "note"
 
 
 def test_an_initialised_torch_distributed_is_asked_before_the_launcher(launched, torch_world):

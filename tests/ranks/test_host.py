@@ -643,6 +643,22 @@ def test_closing_lets_go_and_may_be_done_twice(star, caplog):
     assert messages(caplog) == []
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_whoever_gives_up_has_all_of_its_rows_at_once(star, caplog, who):
+    """At its own deadline a rank that closes waits for nobody, and what it had is not lost."""
+    ranks = star(3).meet(0, 1)
+    end = ranks.ends[who]
+    end.start(rows([0, 1], loss=[1.0, 2.0]))
+    end.leave()
+    ranks.poll()
+    assert end.unfinished == 2
+    end.give_up()
+    ranks.finish(who)
+    assert ranks.values(who, "loss/ranks") == [(0, 1), (1, 1)]
+    ranks.close(who)
+    assert not any("gone" in message for message in messages(caplog))
+
+
 def test_ends_that_never_had_a_turn_close_too(star):
     """A History that is closed as soon as it is opened leaves nothing behind."""
     ranks = star(2)

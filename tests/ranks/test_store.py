@@ -43,9 +43,31 @@ def test_the_later_note_counts(tmp_path):
 
 def test_launches_that_share_a_directory_do_not_read_each_others_notes(tmp_path):
     """The job is part of where a note lies."""
-    DirectoryStore(tmp_path, "job 1").leave("key", "note")
-    assert DirectoryStore(tmp_path, "job 1").look("key") == "note"
-    assert DirectoryStore(tmp_path, "job 2").look("key") is None
+    DirectoryStore(tmp_path, job="job 1").leave("key", "note")
+    assert DirectoryStore(tmp_path, job="job 1").look("key") == "note"
+    assert DirectoryStore(tmp_path, job="job 2").look("key") is None
+
+
+def test_ranks_that_share_one_of_their_directories_find_each_others_notes(tmp_path):
+    """A note is in each, and of several the newest counts."""
+    a, b, c = (tmp_path / name for name in "abc")
+    DirectoryStore(a, b).leave("key", "old")
+    assert DirectoryStore(c, b).look("key") == DirectoryStore(a).look("key") == "old"
+    DirectoryStore(b, c).leave("key", "new")
+    for note in c.iterdir():
+        os.utime(note, ns=(2**62, 2**62))  # later, however coarse the file system's clock is
+    assert DirectoryStore(a, c).look("key") == "new"
+    assert str(DirectoryStore(a, b)) == f"{a} or {b}"
+
+
+def test_one_directory_that_can_be_written_is_enough(tmp_path):
+    """The note is left where it can be, and only if that is nowhere the error is raised."""
+    (tmp_path / "file").touch()
+    unwritable, fine = tmp_path / "file" / "a", tmp_path / "b"
+    DirectoryStore(unwritable, fine).leave("key", "note")
+    assert DirectoryStore(unwritable, fine).look("key") == "note"
+    with pytest.raises(NotADirectoryError):
+        DirectoryStore(unwritable).leave("key", "note")
 
 
 def test_nobody_else_can_read_a_note(tmp_path):

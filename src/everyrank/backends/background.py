@@ -8,7 +8,8 @@ reads: on a thread of its own, guarded, write JSON lines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 
 from everyrank.backends.base import Backend
 from everyrank.records import Batch, Description, Record
@@ -69,16 +70,28 @@ class Guard:
 class Background:
     """Write on a thread of its own; `write` returns at once and keeps order.
 
-    At most `capacity` records wait; above that, the caller waits and nothing is dropped. `flush`
-    and `close` are bounded in time and return False if the bound was reached first: whatever the
-    backend does with a record, and also its own `close`, happens on the thread.
+    At most `capacity` records wait. Above that the caller waits, and nothing is dropped; or, with
+    `drop=True`, intermediate records are left out of this one destination, said once and counted,
+    and the last one still comes. `flush` and `close` are bounded in time and return False if the
+    bound was reached first: whatever the backend does with a record, and also its own `close`,
+    happens on the thread.
     """
 
-    def __init__(self, to: Backend, *, capacity: int = 8192, name: str | None = None) -> None:
+    def __init__(
+        self, to: Backend, *, capacity: int = 8192, name: str | None = None, drop: bool = False
+    ) -> None:
         self.name = name or to.name
+        self.dropped = 0
         self._to = to if isinstance(to, Guard) else Guard(to)
+        self._drop_above = capacity if drop else None
+        self._last: Iterable[Record] | None = None  # the last record, if it was left out
+        self._said_dropped = False
         self._worker: Worker[Iterable[Record]] = Worker(
-            self._work, name=f"everyrank-{self.name}", capacity=capacity, at_end=self._to.close
+            self._work,
+            name=f"everyrank-{self.name}",
+            capacity=sys.maxsize if drop else capacity,
+            at_end=self._to.close,
+            say_full=False,  # where that matters, the queue before this one fills up and says so
         )
         self._closed = False
         self._delivered = True
@@ -90,12 +103,12 @@ class Background:
     def write(self, record: Record) -> None:
         """Queue one record."""
         if self.name not in record.skip:
-            self._worker.put((record,))
+            self._offer((record,), 1, lambda: (record,))
 
     def write_batch(self, batch: Batch) -> None:
         """Queue a batch, which is cheaper than its records one by one."""
         if self.name not in batch.skip:
-            self._worker.put(batch, len(batch))
+            self._offer(batch, len(batch), lambda: batch.part(len(batch) - 1, len(batch)))
 
     def flush(self, seconds: float = 30.0) -> bool:
         """Wait until what was written has reached the destination."""
@@ -106,6 +119,7 @@ class Background:
         # In a forked child the backend, and what waits for it, are the parent's.
         if not self._closed and not self._worker.forked:
             self._closed = True
+            self._put_last()
             self._delivered = self._worker.close(seconds)
             if not self._delivered:
                 log.warning(
@@ -122,8 +136,34 @@ class Background:
         return {
             "waiting": self._worker.waiting,
             "failures": self._to.failures + self._worker.failures,
+            "dropped": self.dropped,
             "last_failure": self._to.last_failure,
         }
+
+    def _offer(
+        self, records: Iterable[Record], n: int, last: Callable[[], Iterable[Record]]
+    ) -> None:
+        """Queue records, or leave out all but the last of them."""
+        if self._drop_above is None or self._worker.waiting < self._drop_above:
+            self._put_last()
+            self._worker.put(records, n)
+            return
+        # The one that was kept so far is an intermediate record now.
+        self.dropped += n - (self._last is None)
+        self._last = last()
+        if not self._said_dropped:
+            self._said_dropped = True
+            log.warning(
+                "the %s backend is %d records behind: from here on some are left out there (said "
+                "once; history.health() counts them). The run's log has all of them.",
+                self.name,
+                self._worker.waiting,
+            )
+
+    def _put_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._worker.put(last)
 
     def _work(self, batches: list[Iterable[Record]]) -> None:
         for batch in batches:

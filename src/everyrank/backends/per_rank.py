@@ -47,6 +47,10 @@ class PerRank:
         else:
             self._pending.append(batch)
 
+    def flush(self, seconds: float) -> bool:
+        """Wait until what was written is in the file; False while there is none."""
+        return self._to.flush(seconds) if self._to is not None else not self._pending
+
     def close(self, seconds: float) -> bool:
         """Write what is left; False if some of it could not be."""
         self._open()

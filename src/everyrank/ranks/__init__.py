@@ -63,8 +63,9 @@ def _identity(directory: Path | None) -> tuple[Identity, Callable[[], Store] | N
     me = from_environment()
     if me is None:
         return Identity(), None
-    place = (directory or _shared_directory()) / ".everyrank"
-    return me, lambda: DirectoryStore(place, me.job)
+    # Ranks may be told different directories, or only the first one any; those of a host share one.
+    places = [each / ".everyrank" for each in (directory, _shared_directory()) if each is not None]
+    return me, lambda: DirectoryStore(*places, job=me.job)
 
 
 def _members(group: Any) -> tuple[int, ...]:

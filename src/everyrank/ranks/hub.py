@@ -87,6 +87,10 @@ class Hub(End):
         self._align.hurry()
         self.request_flush()
 
+    def give_up(self) -> None:
+        """Wait for nobody any longer."""
+        self._align.give_up()
+
     def close(self) -> None:
         """Say goodbye and let go; what the sockets still hold has a second to get out."""
         if self._closed:

@@ -81,6 +81,12 @@ class Spoke(End):
             self._channel.say(Kind.BYE)
             self._push(self._channel)
 
+    def give_up(self) -> None:
+        """Finish what waits alone, and hear no more."""
+        self._over = self._over or "gone"
+        if self._channel is not None:
+            self._forget(self._channel)  # `close` has its last words
+
     def close(self) -> None:
         """Let go; what the socket still holds has a second to get out."""
         if self._closed:

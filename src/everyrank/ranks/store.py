@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -28,44 +28,63 @@ class Store(Protocol):
 
 
 class DirectoryStore:
-    """Notes as files of this user alone, in a directory that all ranks see.
+    """Notes as files of this user alone, in directories of which all ranks see at least one.
 
-    Other launches may use the same directory; `job` tells this one's notes from theirs.
+    A note is left in each of them, and the newest counts. Other launches may use the same
+    directories; `job` tells this one's notes from theirs.
     """
 
-    def __init__(self, directory: Path, job: str = "") -> None:
-        self._directory = directory
+    def __init__(self, *directories: Path, job: str = "") -> None:
+        self._directories = directories
         self._job = job
 
     def __str__(self) -> str:
-        return str(self._directory)
+        return " or ".join(map(str, self._directories))
 
     def leave(self, key: str, note: str) -> None:
-        """Write the note so that nobody ever reads half of it."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self._directory)  # readable by its owner only
-        with os.fdopen(handle, "wb") as file:
-            file.write(note.encode())
-        os.replace(name, self._path(key))
+        """Write the note so that nobody ever reads half of it; one directory is enough."""
+        errors = []
+        for directory in self._directories:
+            try:
+                self._write(directory, self._name(key), note)
+            except OSError as error:
+                errors.append(error)
+        if len(errors) == len(self._directories):
+            raise errors[0]
 
     def look(self, key: str) -> str | None:
         """Read the note if it is there, and ours."""
+        found = [self._read(directory, self._name(key)) for directory in self._directories]
+        return max((note for note in found if note is not None), default=(0, None))[1]
+
+    def _write(self, directory: Path, name: str, note: str) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=directory)  # readable by its owner only
+        with os.fdopen(handle, "wb") as file:
+            file.write(note.encode())
+        os.replace(draft, directory / name)
+
+    def _read(self, directory: Path, name: str) -> tuple[int, str] | None:
+        """Give a note of ours and when it was written."""
         try:
             # A network file system may answer for a while that there is no such file, because there
             # was none when it was asked before; to open the directory makes it ask again.
-            os.close(os.open(self._directory, os.O_RDONLY))
-            with self._path(key).open("rb") as file:
-                ours = os.fstat(file.fileno()).st_uid == self._user
-                return file.read().decode() if ours else None
+            os.close(os.open(directory, os.O_RDONLY))
+            with (directory / name).open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid == _user_of_our_files(directory):
+                    return status.st_mtime_ns, file.read().decode()
         except (OSError, UnicodeDecodeError):
-            return None
+            pass
+        return None
 
-    @cached_property
-    def _user(self) -> int:
-        """Say who owns our files here, which file systems that map users may see differently."""
-        with tempfile.TemporaryFile(dir=self._directory) as probe:
-            return os.fstat(probe.fileno()).st_uid
-
-    def _path(self, key: str) -> Path:
+    def _name(self, key: str) -> str:
         name = f"{self._job}/{key}".encode(errors="surrogatepass")  # of any variable or file name
-        return self._directory / f"{hashlib.sha256(name).hexdigest()[:32]}.note"
+        return f"{hashlib.sha256(name).hexdigest()[:32]}.note"
+
+
+@cache
+def _user_of_our_files(directory: Path) -> int:
+    """Say who owns our files there: file systems that map users may see it differently."""
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_uid

@@ -154,8 +154,8 @@ class TorchStage:
     def _copy(self, plan: _Plan, values: list[Any]) -> list[Part]:
         parts = []
         for group in plan.groups:
-            stream = _stream_of(group.device)
-            if min(self._slots, group.most_rows) == 1:
+            stream = _current_stream(group.device) if group.on_cuda else None
+            if self._slots == 1 or group.most_rows == 1:
                 block = TorchBlock((group.join(values),), None, stream)
                 self._opened.append(block)
                 slot = block.take()
@@ -182,6 +182,7 @@ class _Group:
     """The values of an update that are copied together: of one dtype, on one device."""
 
     device: torch.device
+    on_cuda: bool
     dtype: torch.dtype
     picks: tuple[int, ...] | None  # where they are among the values; None if they are all
     places: tuple[Place, ...]
@@ -229,6 +230,7 @@ def _group(columns: Sequence[int], values: Sequence[torch.Tensor], picks: list[i
         size += count
     return _Group(
         device=values[picks[0]].device,
+        on_cuda=values[picks[0]].is_cuda,
         dtype=values[picks[0]].dtype,
         picks=tuple(picks) if len(picks) < len(values) else None,
         places=tuple(places),
@@ -273,10 +275,8 @@ def _usable(name: str, value: Any) -> torch.Tensor:
     return tensor
 
 
-def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """Give the stream that a copy goes to now, if the device has streams that we know."""
-    if device.type != "cuda":
-        return None
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Give the stream that a copy goes to now."""
     if torch.cuda.is_current_stream_capturing():
         raise MetricError(
             "update() was called while a CUDA graph is being captured, where a value does not "
