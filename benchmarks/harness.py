@@ -222,11 +222,15 @@ def verdict(tables: Iterable[Table]) -> str:
     """Count what was reached, and name what was not."""
     rows = [(table, row) for table in tables for row in table.rows if row.reached is not None]
     missed = [
-        f"  no: {table.title} / {' '.join(map(str, row.cells[:2])).strip()}: {row.must}"
-        for table, row in rows
-        if not row.reached
+        f"  no: {table.title}: {_label(row)}: {row.must}" for table, row in rows if not row.reached
     ]
     return "\n".join([f"{len(rows) - len(missed)} of {len(rows)} reached", *missed])
+
+
+def _label(row: Row) -> str:
+    """Name a row by its first cells, as far as they are no figures."""
+    words = [str(cell).strip() for cell in row.cells[:2] if isinstance(cell, str | int)]
+    return ", ".join(dict.fromkeys(words))
 
 
 # ----------------------------------------------------------------------------------- the machine

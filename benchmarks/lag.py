@@ -12,6 +12,7 @@ and a run of twice the length has not twice the lag (at most 1.5 times its large
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import queue
@@ -100,17 +101,35 @@ def thread_run(rank: int, directory: str, steps: int) -> dict[str, Any]:
     return {"rows": rows, "ran": ran, "close": closed, "recorded": steps}
 
 
-def measure(who: str, steps: int) -> list[dict[str, Any]]:
-    """Run one way on a group of processes; the findings of each rank."""
+def on_rank(rank: int, directory: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
+    """Run both ways at each length on one rank, in turns."""
+    import torch.distributed as dist
+
+    # A full collection walks all that torch has imported, 85-170 ms during which this rank makes no
+    # steps and all others wait for it: that is Python's stall, and no lag of the reductions.
+    gc.collect()
+    gc.freeze()
+    found = {}
+    for steps in lengths:
+        for who, way in _WAYS.items():
+            dist.barrier()
+            found[f"{who} {steps}"] = way(rank, f"{directory}/run-{steps}", steps)
+    return found
+
+
+_WAYS = {"everyrank": everyrank_run, "thread": thread_run}
+
+
+def measure(lengths: list[int]) -> list[dict[str, dict[str, Any]]]:
+    """Run both ways on a group of processes; the findings of each rank."""
     from everyrank.testing import run_ranks
 
-    way = everyrank_run if who == "everyrank" else thread_run
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(way, WORLD, f"{directory}/run", steps, timeout=150.0)
+        return run_ranks(on_rank, WORLD, directory, lengths, timeout=150.0)
 
 
 def run(*, quick: bool) -> list[Table]:
-    """Run both ways at two lengths."""
+    """Run both ways at two lengths, in one group of processes."""
     table = Table(
         f"lag of {WORLD} ranks on {os.cpu_count()} cores, sync_every=1, steps of 1 ms",
         ("who", "steps", "s run", "most rows behind", "s behind", "at the end", "s to close"),
@@ -122,17 +141,19 @@ def run(*, quick: bool) -> list[Table]:
     if not installed("torch"):
         table.add("torch is not installed")
         return [table]
-    short_run = 500 if quick else 1500
+    steps = 400 if quick else 1500
+    lengths = [steps, 2 * steps]
+    ranks = fresh("lag", "measure", lengths=lengths, timeout=200.0)
+    if isinstance(ranks, Missing):
+        table.add("all", lengths, ranks.why)
+        return [table]
     for who, label in (
         ("everyrank", "everyrank"),
         ("thread", "one all_gather a step, in a thread"),
     ):
         first: float | None = None
-        for steps in (short_run, 2 * short_run):
-            found = fresh("lag", "measure", who=who, steps=steps, timeout=200.0)
-            if isinstance(found, Missing):
-                table.add(label, steps, found.why)
-                continue
+        for steps in lengths:
+            found = [rank[f"{who} {steps}"] for rank in ranks]
             first = _add(table, label, steps, found, first, judged=who == "everyrank")
     return [table]
 
@@ -154,7 +175,7 @@ def _add(
     bounded = closing < 0.5
     must = "close < 0.5 s"
     if before is not None:
-        must += ", lag <= 1.5x the shorter's or 0.1 s"
+        must += ", most <= 1.5x the shorter's or 0.1 s"
         bounded = bounded and behind <= max(1.5 * before, 0.1)
     table.add(
         label,

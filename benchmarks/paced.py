@@ -66,7 +66,7 @@ def run(*, quick: bool) -> list[Table]:
     rounds: dict[str, list[Any]] = {beside: [] for beside in _BESIDE}
     for _ in range(1 if quick else 3):
         for beside, found in rounds.items():
-            found.append(fresh("paced", "measure", beside=beside, n=200 if quick else 500))
+            found.append(fresh("paced", "measure", beside=beside, n=150 if quick else 500))
     table = Table(
         "update with 20 floats, one call every 5 ms",
         ("who", "beside", "x copy, p50", "x copy, p99", "p50 us", "p99 us"),

@@ -45,6 +45,9 @@ METRICS = 10
 _PACE = 0.002
 _WINDOWS = (50, 1)
 
+#: Where frames are counted: the size of the window, and whether everybody flushes in one before.
+_COUNTED = ((50, False), (1, False), (50, True))
+
 Call = Callable[[dict[str, float]], object]
 
 
@@ -78,8 +81,19 @@ def four_all_reduces() -> Call:
     return reduce
 
 
-def on_rank(rank: int, directory: str, blocks: int) -> dict[str, dict[str, float]]:
-    """Time all ways on one rank of the group; the figures by way and pace."""
+def on_rank(rank: int, directory: str, blocks: int, counted_steps: int) -> dict[str, Any]:
+    """Time all ways on one rank of the group, and count its frames."""
+    return {
+        "took": time_ways(rank, directory, blocks),
+        "frames": [
+            count_frames(f"{directory}/frames-{i}", n, counted_steps, flush_between=flush)
+            for i, (n, flush) in enumerate(_COUNTED if counted_steps else ())
+        ],
+    }
+
+
+def time_ways(rank: int, directory: str, blocks: int) -> dict[str, dict[str, float]]:
+    """Give the figures of this rank by pace and way."""
     import torch.distributed as dist
 
     from everyrank import History
@@ -125,7 +139,7 @@ def on_rank(rank: int, directory: str, blocks: int) -> dict[str, dict[str, float
 
 
 def count_frames(
-    rank: int, directory: str, sync_every: int, steps: int, flush_between: bool
+    directory: str, sync_every: int, steps: int, *, flush_between: bool
 ) -> dict[str, float]:
     """Count the frames that this rank sends a step, by kind, once everybody has met."""
     import torch.distributed as dist
@@ -178,21 +192,12 @@ def _counting() -> Iterator[Counter[str]]:
     setattr(Channel, "_frame", frame)  # noqa: B010
 
 
-def grouped(world: int, blocks: int) -> list[dict[str, dict[str, float]]]:
-    """Time all ways in a group of processes; the figures of each rank."""
+def grouped(world: int, blocks: int, counted_steps: int = 0) -> list[dict[str, Any]]:
+    """Time and count in a group of processes; the figures of each rank."""
     from everyrank.testing import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(on_rank, world, directory, blocks, timeout=240.0)
-
-
-def framed(sync_every: int, steps: int, flush_between: bool) -> list[dict[str, float]]:
-    """Count frames in a group of processes, for each rank."""
-    from everyrank.testing import run_ranks
-
-    options = (sync_every, steps, flush_between)
-    with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(count_frames, WORLD, f"{directory}/run", *options, timeout=120.0)
+        return run_ranks(on_rank, world, directory, blocks, counted_steps, timeout=240.0)
 
 
 def run(*, quick: bool) -> list[Table]:
@@ -208,25 +213,34 @@ def run(*, quick: bool) -> list[Table]:
     if not installed("torch"):
         cost.add("torch is not installed")
         return [cost]
-    groups, alone = [], []
+    groups: list[Any] = []
+    alone: list[Any] = []
     for _ in range(1 if quick else 3):
-        alone.append(fresh("ranks", "grouped", world=1, blocks=2 if quick else 6))
+        blocks = 2 if quick else 6
+        # The figures differ between groups, the frames do not: they are counted in the first.
+        counted = 0 if groups else 200 if quick else 500
+        alone.append(fresh("ranks", "grouped", world=1, blocks=blocks))
         groups.append(
-            fresh("ranks", "grouped", world=WORLD, blocks=1 if quick else 6, timeout=300.0)
+            fresh(
+                "ranks", "grouped", world=WORLD, blocks=blocks, counted_steps=counted, timeout=300
+            )
         )
     failed = [one for one in (*groups, *alone) if isinstance(one, Missing)]
     if failed:
         cost.add("all", failed[0].why)
-    else:
-        for pace in ("paced", "tight"):
-            for n in _WINDOWS:
-                _add_costs(cost, pace, n, groups, alone)
-    return [cost, _frames(200 if quick else 500)]
+        return [cost]
+    for pace in ("paced", "tight"):
+        for n in _WINDOWS:
+            _add_costs(cost, pace, n, groups, alone)
+    return [cost, _frames([rank["frames"] for rank in groups[0]])]
 
 
 def _add_costs(table: Table, pace: str, n: int, groups: list[Any], alone: list[Any]) -> None:
     def of(rounds: list[Any], way: str, figure: str = "p50") -> list[float]:
-        return [float(np.median([rank[f"{pace} {way}"][figure] for rank in one])) for one in rounds]
+        return [
+            float(np.median([rank["took"][f"{pace} {way}"][figure] for rank in one]))
+            for one in rounds
+        ]
 
     def add(label: str, rounds: list[Any], way: str, cost: str = "", **must: Any) -> None:
         p50, p99 = (Spread.of(of(rounds, way, figure)) for figure in ("p50", "p99"))
@@ -258,23 +272,17 @@ def _add_costs(table: Table, pace: str, n: int, groups: list[Any], alone: list[A
     )
 
 
-def _frames(steps: int) -> Table:
+def _frames(ranks: list[list[dict[str, float]]]) -> Table:
     table = Table(
-        f"frames sent a rank and step, {WORLD} ranks, {steps} steps of 2 ms",
+        f"frames sent a rank and step, {WORLD} ranks, steps of 2 ms",
         ("sync_every", "who", "frames a step", "x 1 / sync_every", "of which"),
         notes=[
             "By hand it is 4 collectives a step. Frames of meeting and parting are left out. "
             f"The first rank answers each of the {WORLD - 1} others.",
         ],
     )
-    for n, flush_between in ((50, False), (1, False), (50, True)):
-        found = fresh(
-            "ranks", "framed", sync_every=n, steps=steps, flush_between=flush_between, timeout=150.0
-        )
-        if isinstance(found, Missing):
-            table.add(n, found.why)
-        else:
-            _add_frames(table, n, found, flush_between=flush_between)
+    for (n, flush), found in zip(_COUNTED, zip(*ranks, strict=True), strict=True):
+        _add_frames(table, n, list(found), flush_between=flush)
     return table
 
 

@@ -162,6 +162,19 @@ def test_histories_find_their_own_peers(tmp_path):
         assert seen[1]["loss/mean"][1] == [10.5] * 5
 
 
+def test_a_history_may_be_opened_in_branches(tmp_path):
+    """Rank 0 opens it on another line than the others, with options of its own."""
+    for seen in ranks(programs.branches, 3, str(tmp_path), False, backend=None):
+        assert seen["loss/mean"] == ([0], [pytest.approx((1.0 + 3.0 + 3.0) / 3)])
+
+
+def test_histories_that_cannot_be_told_apart_are_not_mixed_up(tmp_path):
+    """Where it is open which of two was meant, each rank records its own values, and says so."""
+    first, second = ranks(programs.branches, 2, str(tmp_path), True, backend=None)
+    assert first["loss/mean"] == ([0], [1.0])
+    assert second["loss/mean"] == ([0], [3.0])
+
+
 @pytest.mark.parametrize("kind", ["mesh", "group", "ranks"])
 def test_a_group_restricts_statistics(tmp_path, kind):
     """Each half sees the mean of its own; the half without rank 0 writes beside the other."""

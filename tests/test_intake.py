@@ -325,8 +325,14 @@ def test_threads_may_update_at_once(sync_every: int):
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
     """An update in a child goes on, though a thread of the parent was in the middle of one."""
     assert run_ranks(
-        stage_programs.fork_while_locked, 1, backend=None, start_method="forkserver", timeout=30
+        stage_programs.fork_while_locked, 1, backend=None, start_method="forkserver", timeout=60
     ) == [(7, 0)]
+
+
+def test_values_of_the_host_import_no_framework():
+    """Nobody pays for a framework that they do not use."""
+    program = stage_programs.frameworks_of_floats
+    assert run_ranks(program, 1, backend=None, start_method="spawn") == [[]]
 
 
 UPDATES = st.dictionaries(st.sampled_from("abc"), st.integers(-9, 9), max_size=3)

@@ -26,28 +26,35 @@ class Model:
         self.last: int | None = None
         self.resumed = False
         self.rewinds = 0
+        self.here: list[frozenset[str]] = []  # what the last step has
 
     def place(self, names: frozenset[str], given: int | None) -> int:
         step = self.count(names) if given is None else given
-        ahead = [row for row in self.rows if row[1] > step]
-        if any(names & others for others, _ in ahead):
+        front = [others for others, reached in self.reached() if reached == self.last]
+        if self.last is not None and step < self.last and any(names & o for o in front):
             self.rewinds += 1
             self.rows = [row for row in self.rows if row[1] < step]
-            self.last, self.resumed = step, False
+            self.last, self.resumed, self.here = step, False, [names]
         elif self.last is None or step > self.last:
-            self.last, self.resumed = step, False
+            self.last, self.resumed, self.here = step, False, [names]
+        elif step == self.last:
+            self.here.append(names)
         self.rows.append((names, step))
         return step
+
+    def reached(self) -> list[tuple[frozenset[str], int]]:
+        """Say of each set of names where it was placed last."""
+        return list(dict(self.rows).items())
 
     def count(self, names: frozenset[str]) -> int:
         if self.last is None:
             return 0
-        taken = any(names & others for others, step in self.rows if step == self.last)
+        taken = any(names & others for others in self.here)
         return self.last + (taken or self.resumed)
 
     def resume(self, step: int) -> None:
         self.rows.clear()
-        self.last, self.resumed = step, True
+        self.last, self.resumed, self.here = step, True, []
 
 
 SETS = st.sets(st.sampled_from("abc")).map(frozenset)
@@ -97,6 +104,17 @@ def test_a_late_evaluation_is_no_rewind():
         steps.place(names("a"), step)
     assert [steps.place(names("e"), step) for step in (4, 8)] == [4, 8]
     assert (steps.last, steps.rewinds) == (9, 0)
+
+
+def test_a_metric_with_steps_of_its_own_may_begin_again():
+    """Epochs beside steps: that a second evaluation starts at 0 supersedes no training."""
+    steps = Steps()
+    for step in range(100):
+        steps.place(names("a"), step)
+    for epoch in (0, 1, 2, 0, 1):
+        assert steps.place(names("e"), epoch) == epoch
+    assert (steps.last, steps.rewinds) == (99, 0)
+    assert steps.place(names("a"), None) == 100
 
 
 def test_repeating_what_a_rewind_superseded_is_no_second_rewind():

@@ -348,4 +348,5 @@ def _site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("everyrank."):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    code = frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}:{frame.f_lineno}"

@@ -4,8 +4,9 @@ Steps are given, or counted from 0. An update that is given none belongs to the 
 step has none of its names yet, and begins the next one otherwise, so that losses and evaluations
 that are handed over one after the other share a step.
 
-A name that comes at an earlier step than before is a rewind: the rows of all names from that step on
-are superseded. A name that comes late, such as an evaluation, at a step after its last one is none.
+The run goes back when a name that the last step has comes at an earlier one: the rows of all names
+from there on are superseded. A name that comes late, such as an evaluation, does not turn the run
+back, and one that counts epochs while others count steps may begin again for itself alone.
 
     >>> steps = Steps()
     >>> loss, accuracy = frozenset({"loss"}), frozenset({"eval/accuracy"})
@@ -76,7 +77,8 @@ class Steps:
         return self.last + (here is _EVERYTHING or not names.isdisjoint(here))
 
     def _go_back(self, names: Names, step: int) -> None:
-        if any(reached > step and not names.isdisjoint(o) for o, reached in self._reached.items()):
+        last = self.last
+        if any(reached == last and not names.isdisjoint(o) for o, reached in self._reached.items()):
             self.rewinds += 1
             self.last = step
             self._here = names

@@ -96,13 +96,15 @@ def finalize_on_rank_0_only(rank, outdir):
     return tell(history, "loss", "loss/max")
 
 
-def branches(rank, outdir):
-    """Open the History on another line on rank 0, and one more there before."""
+def branches(rank, outdir, one_more):
+    """Open the History on another line on rank 0, and perhaps one more before it."""
     if rank == 0:
-        with everyrank.History(outdir=f"{outdir}/extra") as extra:
+        extra = everyrank.History(outdir=f"{outdir}/extra") if one_more else None
+        history = everyrank.History(outdir=outdir)
+        history.update({"loss": 1.0})
+        if extra is not None:
             extra.update({"loss": -5.0})
-            history = everyrank.History(outdir=outdir)
-            history.update({"loss": 1.0})
+            extra.close()
     else:
         history = everyrank.History()
         history.update({"loss": 3.0})

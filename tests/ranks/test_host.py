@@ -443,6 +443,22 @@ def test_waiting_says_when_to_look_again(star, tmp_path):
     assert 0 < ranks.ends[1].wait <= 8.0
 
 
+def test_a_first_rank_that_was_found_is_taken_up_without_a_row(star):
+    """Between the look that found nothing and the next there is always a next."""
+    ranks = star(2)
+    spoke = ranks.open(1)
+    assert spoke.wait is not None
+    spoke.poll()
+    assert spoke.wait is not None
+    first = ranks.open(0)
+    while spoke._search.met() is None:
+        first.poll()
+        assert spoke.wait is not None
+    assert spoke.wait is not None
+    spoke.poll()
+    assert spoke.facts == {}
+
+
 # ---------------------------------------------------------------- a first rank that is not there
 
 
@@ -945,3 +961,24 @@ def test_a_process_whose_store_is_gone_goes_on_alone():
     assert isinstance(died, Died)
     assert result["steps"] == [0, 1, 2]
     assert "the store of torch.distributed does not answer" in "\n".join(result["said"])
+
+
+def test_a_rank_that_was_started_anew_is_late_for_what_it_missed(star):
+    """Steps that were reduced without it are not reduced again; from the next on it takes part."""
+    ranks = star(2).meet(0, 1)
+    for end in ranks.ends.values():
+        end.start(rows([0], loss=[end.identity.rank]))
+    ranks.finish()
+    ranks.cut(1)
+    ranks.ends[0].start(rows([1, 2, 3], loss=[1.0] * 3))
+    ranks.finish()
+    ranks.given[1] = []
+    ranks.open(1)
+    ranks.until(lambda: ranks.ends[1].facts is not None)
+    ranks.ends[1].start(rows([2, 3, 4], loss=[3.0] * 3))
+    ranks.until(lambda: ranks.ends[1].unfinished == 1)
+    ranks.ends[0].start(rows([4], loss=[1.0]))
+    ranks.finish()
+    assert ranks.values(0, "loss/mean") == [(0, 0.5), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert ranks.values(1, "loss") == [(2, 3.0), (3, 3.0), (4, 3.0)]
+    assert ranks.values(1, "loss/mean")[-1] == (4, 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from everyrank.errors import MetricError
 from everyrank.intake import Intake
 from everyrank.records import Batch, Record
+from everyrank.stage.capture import relax_this_thread
 from everyrank.window import Window, pack, values_of
 
 torch = pytest.importorskip("torch")
@@ -382,6 +384,15 @@ def test_a_part_of_a_dtensor_is_refused(mesh: Any):
         value = DTensor.from_local(local, mesh, [placement])
         with pytest.raises(MetricError, match=r"DTensor with placements.*x\.full_tensor\(\)"):
             through(value)
+
+
+def test_a_machine_without_the_driver_has_no_capture_to_mind():
+    """A background thread may always say that it has nothing to do with a capture, and often."""
+    answers: list[None] = []
+    thread = threading.Thread(target=lambda: answers.extend(relax_this_thread() for _ in range(2)))
+    thread.start()
+    thread.join()
+    assert answers == [None, None]
 
 
 @pytest.mark.cuda

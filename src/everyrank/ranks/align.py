@@ -201,9 +201,15 @@ class Alignment:
         return {r: s.state for r, s in self._streams.items() if s.state not in ("live", "absent")}
 
     def join(self, rank: int) -> None:
-        """Note that a rank is there, though it has said nothing yet."""
-        if self._streams[rank].state == "absent":
-            self._streams[rank].state = "live"
+        """Note that a rank is there, though it has said nothing yet.
+
+        One that had left comes back as if it had only been silent.
+        """
+        stream = self._streams[rank]
+        if stream.state == "absent":
+            stream.state = "live"
+        elif stream.state in ("closed", "gone"):
+            stream.state = "silent"
 
     def add(self, rank: int, batch: Batch, now: float) -> None:
         """Take some rows of one rank."""
@@ -217,6 +223,7 @@ class Alignment:
 
     def leave(self, rank: int, *, gone: bool = False) -> None:
         """Note that a rank says no more; what it said before still counts."""
+        self._streams[rank].fall_silent()  # should it come back, it has missed what comes now
         self._streams[rank].state = "gone" if gone else "closed"
 
     def hurry(self) -> None:
@@ -323,7 +330,7 @@ class Alignment:
         for rank in parts:
             self._streams[rank].take(n)
         for stream in self._streams.values():
-            if stream.state == "silent" and not stream.queue:
+            if stream.state in ("silent", "closed", "gone") and not stream.queue:
                 stream.miss(first, last)
 
     def _reduce(self, batches: Sequence[tuple[int, Batch]]) -> Reduced:

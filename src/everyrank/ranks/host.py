@@ -24,10 +24,14 @@ from typing import Any
 
 from everyrank.ranks import Peers
 from everyrank.ranks.hub import Hub
+from everyrank.ranks.meeting import Aside
 from everyrank.ranks.spoke import Spoke
 
 #: How often Histories of one name were opened in this process, so that the n-th meets the n-th.
 _opened: Counter[str] = Counter()
+
+#: The lines of the program that opened one.
+_sites: set[str] = set()
 
 
 def host_ranks(
@@ -39,10 +43,28 @@ def host_ranks(
     facts: Mapping[str, Any],
     selector: selectors.BaseSelector,
 ) -> Hub | Spoke:
-    """Open this rank's end of the star; `name` tells one History of the program from another."""
+    """Open this rank's end of the star; `name` tells one History of the program from another.
+
+    It is the line that opens it, as in `train.py:main:12`. Ranks that open it on different lines of
+    one function, each in a branch of its own, meet a little later (see `meeting.Aside`).
+    """
+    _sites.add(name)
+    around, n = _counted(name.rpartition(":")[0], peers)
+    line, nth = _counted(name, peers)
+    return (Hub if peers.identity.rank == peers.first else Spoke)(
+        peers,
+        key=f"{line}/{nth}",
+        aside=Aside(f"{around}/{n}", f"{around}/{n + 1}", name, _sites),
+        stats=stats,
+        timeout=timeout,
+        facts=facts,
+        selector=selector,
+    )
+
+
+def _counted(name: str, peers: Peers) -> tuple[str, int]:
+    """Give a name as a key, and how often it was used in this process by now."""
     # A digest, since thousands of ranks would make a key of kilobytes for each of them to ask for.
-    scope = hashlib.sha256(repr((name, peers.ranks)).encode()).hexdigest()[:32]
-    key = f"{scope}/{_opened[scope]}"
-    _opened[scope] += 1
-    end = Hub if peers.identity.rank == peers.first else Spoke
-    return end(peers, key=key, stats=stats, timeout=timeout, facts=facts, selector=selector)
+    key = hashlib.sha256(repr((name, peers.ranks)).encode()).hexdigest()[:32]
+    _opened[key] += 1
+    return key, _opened[key]

@@ -122,8 +122,11 @@ class Hub(End):
 
     def _write_note(self, port: int) -> bool:
         me = self.identity
-        note = Note(me.host, addresses(me), port, self._door.token)
-        self._store.leave(self._key, note.dumps())
+        site = self._aside.site if self._aside else ""
+        note = Note(me.host, addresses(me), port, self._door.token, site).dumps()
+        self._store.leave(self._key, note)
+        if self._aside:
+            self._store.leave(self._aside.key, note)
         return True
 
     def _let_in(self, rank: int, host: str, channel: Channel) -> bool:

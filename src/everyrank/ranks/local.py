@@ -176,7 +176,8 @@ class InProcess:
         """Say who is missing and what came late."""
         alignment = self._meeting.alignment
         with self._meeting.lock:
-            return {"missing_ranks": alignment.missing(), "late_rows": alignment.late}
+            missing = {str(rank): state for rank, state in alignment.missing().items()}
+            return {"missing_ranks": missing, "late_rows": alignment.late}
 
     def _join(self) -> list[Reduced]:
         """Be there, from the first row or the first look on; give the place for our answers."""

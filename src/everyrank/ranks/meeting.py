@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,9 +26,10 @@ from everyrank.ranks.wire import Channel, Kind
 T = TypeVar("T")
 
 _CONNECT = 3.0  # seconds for one address to accept
+_ASIDE_AFTER = 1.0  # seconds at the first place, before the second one is looked at
 _WELCOME = 10.0  # seconds for whoever accepted to say that it knows us
 
-#: An errand that failed so often will not succeed: a store that has lost its host stays lost.
+#: An errand that failed so often in a row will not succeed: a store that lost its host stays lost.
 _MOST_FAILURES = 3
 _PAUSE_AFTER_FAILURE = 1.0
 _LONGEST_PAUSE = 5.0
@@ -87,7 +88,7 @@ class Errand(Generic[T]):
             self.error = error
             self._failures += 1
             return _PAUSE_AFTER_FAILURE
-        self.error = None
+        self.error, self._failures = None, 0
         return self.pause
 
 
@@ -99,6 +100,7 @@ class Note:
     addresses: tuple[str, ...]
     port: int
     token: str
+    site: str = ""  # the line of the program that opened the History
 
     def dumps(self) -> str:
         """Give the note as text."""
@@ -110,7 +112,10 @@ class Note:
         try:
             fields = json.loads(text)
             addresses = tuple(map(str, fields["addresses"]))
-            return cls(str(fields["host"]), addresses, int(fields["port"]), str(fields["token"]))
+            site = str(fields.get("site", ""))
+            return cls(
+                str(fields["host"]), addresses, int(fields["port"]), str(fields["token"]), site
+            )
         except (ValueError, LookupError, TypeError):
             return None
 
@@ -118,6 +123,26 @@ class Note:
         """Give the addresses to try from a host, the likeliest first."""
         near = ("127.0.0.1",) if host == self.host else ()
         return tuple(dict.fromkeys([*near, *self.addresses]))
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A second place to meet, for ranks that open their History on different lines.
+
+        if rank == 0:
+            history = History(backends=[Console()])
+        else:
+            history = History()
+
+    It is the function around these lines. A rank goes there only if nobody comes to the first place,
+    and talks only to one that was opened on a line of which this process has opened none, and that
+    is the last of that function: two Histories of one function are not taken for each other.
+    """
+
+    key: str
+    next_key: str  # of the one after it
+    site: str
+    sites: Collection[str]  # all lines on which this process has opened one, also later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +157,14 @@ class Met:
 class Search:
     """A rank's search for the first one."""
 
-    def __init__(self, store: Store, key: str, identity: Identity, ranks: int) -> None:
+    def __init__(
+        self, store: Store, key: str, identity: Identity, ranks: int, aside: Aside | None = None
+    ) -> None:
         self._why = f"it has left no address in {store}"
         self._store = store
         self._key = key
+        self._aside = aside
+        self._began = time.monotonic()
         self._identity = identity
         # A store that serves thousands is asked by each of them less often.
         self._errand = Errand(self._look, pause=max(0.01, ranks / 20_000))
@@ -144,7 +173,9 @@ class Search:
     @property
     def wait(self) -> float | None:
         """Give the seconds until it is worth asking again; None once nothing more will come."""
-        return None if self._errand.over else self._errand.pause
+        if self._errand.result is not None:
+            return 0.0
+        return None if self._errand.failed else self._errand.pause
 
     @property
     def why(self) -> str:
@@ -165,11 +196,14 @@ class Search:
     def _look(self) -> Met | None:
         text = self._store.look(self._key)
         if text is None:
-            return None
-        note = Note.loads(text)
-        if note is None:
-            self._why = f"what {self._store} holds of it cannot be read"
-            return None
+            note = self._note_aside()
+            if note is None:
+                return None
+        else:
+            note = Note.loads(text)
+            if note is None:
+                self._why = f"what {self._store} holds of it cannot be read"
+                return None
         doors = note.doors(self._identity.host)
         for address in doors:
             met = self._knock(note, address)
@@ -177,6 +211,16 @@ class Search:
                 return met
         self._why = f"it does not let us in at {' or '.join(doors)}, port {note.port}"
         return None
+
+    def _note_aside(self) -> Note | None:
+        """Give the note of the second place, once nobody has come to the first for a while."""
+        if self._aside is None or time.monotonic() - self._began < _ASIDE_AFTER:
+            return None
+        text = self._store.look(self._aside.key)
+        if text is None or self._store.look(self._aside.next_key) is not None:
+            return None
+        note = Note.loads(text)
+        return note if note is not None and note.site not in self._aside.sites else None
 
     def _knock(self, note: Note, address: str) -> Met | None:
         """Go to one address, and wait until somebody there says that we belong together."""

@@ -110,7 +110,9 @@ class Spoke(End):
     def _meet(self) -> None:
         """Take up the connection if the first rank has been found."""
         if self._search is None:
-            self._search = Search(self._store, self._key, self.identity, len(self._peers.ranks))
+            self._search = Search(
+                self._store, self._key, self.identity, len(self._peers.ranks), self._aside
+            )
         met = self._search.met()
         if met is None:
             return

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
@@ -152,7 +153,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _check_there(name: str, value: Any) -> None:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise MetricError(
             f"{name!r} is a tracer: update() was called inside a jitted function, where values do "
             "not exist yet. Return the value from the function and hand it over outside."

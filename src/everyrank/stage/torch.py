@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
 from everyrank.stage import Part, Place, Staged, check_size
+from everyrank.stage.capture import relax_this_thread
 
 # A block has at most so many rows, for each is a tensor that is made ahead (0.35 us), and so many
 # numbers, for a vector whose length changes opens a block each time.
@@ -107,6 +108,7 @@ class TorchBlock:
         if self._stream is None:
             self._host = filled
             return
+        relax_this_thread()  # the program may be capturing a graph just now
         stream = _copy_streams.get(filled.device)
         if stream is None:
             stream = _copy_streams[filled.device] = torch.cuda.Stream(filled.device)
