@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/pytest
 
 lint: $(READY)
 	$(BIN)/ruff check .

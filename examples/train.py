@@ -61,7 +61,9 @@ def main(outdir: str | None) -> None:
             start = time.perf_counter()
             length = int(torch.randint(CONTEXT // 2, CONTEXT, ()))
             at = torch.randint(len(data) - CONTEXT, (BATCH, 1)) + torch.arange(length)
-            loss = nn.functional.cross_entropy(model(data[at]).flatten(0, 1), data[at + 1].flatten())
+            loss = nn.functional.cross_entropy(
+                model(data[at]).flatten(0, 1), data[at + 1].flatten()
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -14,7 +14,16 @@ import everyrank
 SOURCE = Path(everyrank.__file__).parent
 
 #: Rooms of the host half: after the border no file knows what a tensor is.
-HOST_HALF = ("records", "columns", "jsonlines", "replay", "rundir", "runfiles", "backends", "report")
+HOST_HALF = (
+    "records",
+    "columns",
+    "jsonlines",
+    "replay",
+    "rundir",
+    "runfiles",
+    "backends",
+    "report",
+)
 #: Rooms of the device half may not open files.
 DEVICE_HALF = ("stage", "window", "reductions", "ranks")
 FRAMEWORKS = {"torch", "jax", "jaxlib"}

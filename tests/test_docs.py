@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[1]
 SOURCE = Path(everyrank.__file__).parent
 
 #: What the first block of the README takes from its reader.
-PRELUDE = "import everyrank\ntrain_step = lambda model, batches: (0.5, 128, 12.0)\nmodel = batches = None\n"
+PRELUDE = """
+import everyrank
+model = batches = None
+train_step = lambda model, batches: (0.5, 128, 12.0)
+"""
 
 
 def blocks(path: Path) -> list[str]:

@@ -312,9 +312,14 @@ def test_run_facts_stand_beside_the_log(tmp_path):
 
 def test_an_exception_in_training_is_noted_and_passes_through(tmp_path):
     """What was recorded before it is on disk."""
-    with pytest.raises(ZeroDivisionError), History(outdir=tmp_path, sync_every=100) as history:
-        history.update({"loss": 1.0})
-        _ = 1 / 0
+
+    def train() -> None:
+        with History(outdir=tmp_path, sync_every=100) as history:
+            history.update({"loss": 1.0})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
     assert facts(tmp_path)["status"] == "failed"
     assert len(rows(tmp_path)) == 1
 

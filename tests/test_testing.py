@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import types
 
 import pytest
 import rank_programs
@@ -160,7 +162,10 @@ def test_a_result_that_cannot_be_sent_is_a_failure_of_its_rank():
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_a_function_that_a_new_process_cannot_import_is_said_so(start_method, monkeypatch):
     """A function of a test module gives an error with the way out."""
-    monkeypatch.setattr(defined_in_a_test_module, "__module__", __name__)
+    module = types.ModuleType("known_to_the_parent_alone")
+    module.defined_in_a_test_module = defined_in_a_test_module
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(defined_in_a_test_module, "__module__", module.__name__)
     with pytest.raises(RanksFailed, match="ranks 0, 1 could not import the function"):
         ranks(defined_in_a_test_module, 2, start_method=start_method)
 

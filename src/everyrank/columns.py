@@ -258,7 +258,7 @@ class _Table:
     """The rows of all batches that have one tuple of names."""
 
     def __init__(self, names: tuple[str, ...], kinds: tuple[Kind, ...]) -> None:
-        self.kinds = kinds
+        self.kinds: tuple[Kind, ...] = kinds
         self.rows = 0
         self.chunks: list[_Chunk] = []
         # Of each name the rows, ascending, that hold a text, None, an array or a large int.
@@ -306,7 +306,7 @@ class _View:
     def __init__(self, table: _Table) -> None:
         self._table = table
         self.rows = table.rows
-        self.kinds = table.kinds
+        self.kinds: tuple[Kind, ...] = table.kinds
 
     @cached_property
     def _chunks(self) -> list[_Chunk]:

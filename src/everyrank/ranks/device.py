@@ -75,7 +75,7 @@ class DeviceRanks:
         self._stats = tuple(stats)
         self._timeout = timeout
         # Its own deadline is out of reach: ours comes first, and does not end the program.
-        self._group = dist.new_group(
+        self._group: Any = dist.new_group(
             list(peers.ranks), timeout=timedelta(days=30), use_local_synchronization=True
         )
         self._device = _device_of(self._group)

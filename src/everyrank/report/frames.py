@@ -92,7 +92,7 @@ def to_xarray(columns: Columns, attrs: Mapping[str, Any] | None = None) -> xr.Da
 def after_warmup(dataset: xr.Dataset, warmup: float) -> xr.Dataset:
     """Leave out the first steps of each group: a fraction below 1, or a number of them.
 
-        after_warmup(to_xarray(columns), 0.05)
+    after_warmup(to_xarray(columns), 0.05)
     """
     if not warmup >= 0:
         raise OptionError(
