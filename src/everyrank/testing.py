@@ -52,7 +52,7 @@ class RanksFailed(EveryrankError):  # noqa: N818 - reads as what it says
         for rank, text in failures.items():
             alike.setdefault(text, []).append(rank)
         parts = [
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {text}"
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))} {text}"
             for text, ranks in alike.items()
         ]
         super().__init__("\n\n".join([f"{len(failures)} of {n} ranks of {name} failed.", *parts]))
