@@ -11,7 +11,7 @@ import history_programs as programs
 import numpy as np
 import pytest
 
-from everyrank import History
+from everyrank import History, OptionError
 from everyrank.ranks.local import in_process
 from everyrank.testing import Died, run_ranks
 
@@ -70,6 +70,13 @@ def test_the_same_over_ranks_in_one_process(tmp_path):
         np.testing.assert_allclose(history["loss/std"].values, expected(3, 5, "std"), rtol=1e-13)
     for history in histories:
         history.close()
+
+
+def test_ranks_in_one_process_agree_on_the_statistics(tmp_path):
+    """Asking for others than they reduce is an error, rather than others than were asked for."""
+    first, _ = in_process(2)
+    with pytest.raises(OptionError, match=r"Pass the same to in_process\(n, stats=...\)"):
+        History(outdir=tmp_path, group=first, stats=("mean",))
 
 
 def test_std_does_not_cancel(tmp_path):

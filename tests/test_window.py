@@ -349,3 +349,14 @@ def test_a_name_comes_once(update: dict[str, Any]):
 def test_flat_dicts_stay_as_they_are():
     """Flattening what is flat changes neither names nor their order."""
     assert list(flatten({"b": 1, "a": 2}).items()) == [("b", 1), ("a", 2)]
+
+
+def test_a_window_knows_how_many_numbers_it_holds():
+    """Vectors of the host and of a device count by their elements, so that the queue is bounded."""
+    torch = pytest.importorskip("torch")
+    intake = Intake(lambda window: None, sync_every=9, went_back=lambda a, b: 0)
+    assert intake._window.size == 0
+    intake.add({"a": 1.0, "b": 2})
+    assert intake._window.size == 2
+    intake.add({"v": np.zeros(1000), "t": torch.zeros(500), "x": torch.tensor(1.0)})
+    assert intake._window.size == 2 * (3 + 1000 + 501)

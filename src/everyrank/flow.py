@@ -214,7 +214,7 @@ class Flow:
             backend.write_batch(batch)
 
     def _unfinished(self) -> int:
-        waiting = sum(window_size(w) for w in self._queue if isinstance(w, Window))
+        waiting = sum(w.size for w in self._queue if isinstance(w, Window))
         return waiting + self.ranks.unfinished * self._width + self._asked
 
     # ---------------------------------------------------------------- on the training thread
@@ -223,7 +223,7 @@ class Flow:
         return [*self.backends, *([self._per_rank] if self._per_rank else [])]
 
     def _put(self, window: Window) -> None:
-        self._worker.put(window, window_size(window))
+        self._worker.put(window, window.size)
 
     def _wait_a_little(self) -> bool:
         recorded = self._worker.flush(_LOCAL_PATIENCE if self.alone else self._patience)
@@ -257,8 +257,3 @@ class Flow:
             # One that hangs has used up the time, but not that of the others.
             finished &= outlet.close(max(1.0, deadline - time.monotonic()))
         return finished
-
-
-def window_size(window: Window) -> int:
-    """Count the values of a window, by its last row."""
-    return len(window.rows) * (window.rows[-1].layout.size or 1)

@@ -14,20 +14,17 @@ file, talks to another rank or wakes a thread.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from time import time
 from typing import Any
 
 from everyrank.errors import MetricError
+from everyrank.forks import let_go_in_child
 from everyrank.steps import Steps, as_step
 from everyrank.window import Layout, Row, Window, flatten, is_nested, learn
 
 _NOTHING: frozenset[str] = frozenset()
-_live: weakref.WeakSet[Intake] = weakref.WeakSet()
-_watching = False
 _MOST_LAYOUTS = 4096  # a program whose calls never look alike must not fill memory with layouts
 
 
@@ -53,7 +50,7 @@ class Intake:
         self._notes: dict[str, Any] = {}
         self._layout = learn({})
         self._layouts: dict[tuple[Any, ...], Layout] = {}
-        _watch_forks(self)
+        let_go_in_child(self)
 
     def add(
         self, metrics: Mapping[str, Any], step: Any = None, skip: frozenset[str] = _NOTHING
@@ -102,6 +99,10 @@ class Intake:
                 self._close()
             self.steps.resume(step)
             self.generation = self._window.generation = generation
+
+    def after_fork(self) -> None:
+        """Replace the lock, which a thread of the parent may have held."""
+        self._lock = threading.Lock()
 
     def _add(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
@@ -197,17 +198,3 @@ def _copied(layout: Layout, value: Any) -> Any:
         return values[0]
     block, slot, (place,) = parts[0]
     return block.row(slot).reshape(place.shape)
-
-
-def _watch_forks(intake: Intake) -> None:
-    """Have a lock that a thread of the parent holds replaced in a forked child."""
-    global _watching
-    if not _watching:
-        os.register_at_fork(after_in_child=_after_fork)
-        _watching = True
-    _live.add(intake)
-
-
-def _after_fork() -> None:
-    for intake in list(_live):
-        intake._lock = threading.Lock()

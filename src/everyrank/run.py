@@ -247,6 +247,11 @@ class Run:
         """Open the way to the other ranks; nothing of it blocks."""
         options = self.options
         if isinstance(group, InProcess):
+            if group.stats != self._stats:
+                raise OptionError(
+                    f"stats={self._stats!r}, but the ranks in this process reduce {group.stats!r}. "
+                    "Pass the same to in_process(n, stats=...)."
+                )
             return group
         local = options.distributed is False or any(map(switched_on, _LOCAL))
         if local or len(self.peers.ranks) == 1:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import os
 import re
 import sys
 import threading
@@ -24,6 +23,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
+from everyrank.forks import let_go_in_child
 from everyrank.setup import wandb_disabled
 
 _log = logging.getLogger("everyrank")
@@ -207,7 +207,7 @@ class _Pending:
             if not self._at_exit:
                 self._at_exit = True
                 atexit.register(self.close)
-                os.register_at_fork(after_in_child=self._forget)
+                let_go_in_child(self)
             if self._thread is None and not self._leave.is_set():
                 self._thread = threading.Thread(
                     target=self._watch, name="everyrank-stopwatch", daemon=True
@@ -254,7 +254,7 @@ class _Pending:
                     self._thread = None
                     return
 
-    def _forget(self) -> None:
+    def after_fork(self) -> None:
         """Start anew in a forked child, which has neither the thread nor the device."""
         # The old ones may be held by a thread that is not here.
         self._lock, self._telling = threading.Lock(), threading.Lock()

@@ -135,6 +135,11 @@ class Window:
         self._slots = slots
         self._stages = {} if stages is None else stages
 
+    @property
+    def size(self) -> int:
+        """How many numbers it holds, if all rows are like the last."""
+        return len(self.rows) * _row_size(self.rows[-1]) if self.rows else 0
+
     def capture(
         self, layout: Layout, values: list[Any]
     ) -> tuple[tuple[Any, ...], tuple[Part, ...]]:
@@ -172,6 +177,15 @@ class Window:
         if stage is None:
             stage = self._stages[framework] = open_stage(framework, self._slots)
         return stage
+
+
+def _row_size(row: Row) -> int:
+    size = row.layout.size
+    if not row.layout.plain:
+        size += sum(value.size for value in row.values if isinstance(value, np.ndarray))
+        # The last value of a part ends where the part ends.
+        size += sum(p.places[-1].start + math.prod(p.places[-1].shape) for p in row.parts)
+    return max(1, size)
 
 
 def pack(rows: Iterable[Row]) -> Iterator[Batch]:

@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from everyrank.forks import holds_nothing, let_go_in_child
 
 T = TypeVar("T")
 log = logging.getLogger("everyrank")
@@ -46,9 +46,6 @@ _ATTENTIVE = 0.1
 
 #: How long a failure is left alone before work that is unfinished is tried again.
 _RETRY = 1.0
-
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()  # type: ignore[type-arg]
-_watching = False
 
 
 class Worker(Generic[T]):
@@ -90,7 +87,7 @@ class Worker(Generic[T]):
         for end in (self._doorbell, self._ear):
             end.setblocking(False)
         self.selector.register(self._ear, selectors.EVENT_READ)
-        _watch_forks(self)
+        let_go_in_child(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -258,12 +255,12 @@ class Worker(Generic[T]):
             log.log(level, message, *args, exc_info=trace)
 
     def _release(self) -> None:
-        _live.discard(self)
+        holds_nothing(self)
         self.selector.close()
         self._ear.close()
         self._doorbell.close()
 
-    def _forked(self) -> None:
+    def after_fork(self) -> None:
         """Become inert in a forked child: the thread is not here, and the sockets are not ours."""
         self._closed = self._stop = self.forked = True
         self._room = threading.Condition()  # the old one may be held by a thread that is not here
@@ -271,18 +268,3 @@ class Worker(Generic[T]):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._release()
-
-
-def _watch_forks(worker: Worker[T]) -> None:
-    """Make the copies in a forked child inert; registered with the first worker, not at import."""
-    global _watching
-    if not _watching:
-        os.register_at_fork(after_in_child=_after_fork)
-        _watching = True
-    _live.add(worker)
-
-
-def _after_fork() -> None:
-    for worker in list(_live):
-        worker._forked()
-    _live.clear()

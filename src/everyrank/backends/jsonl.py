@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import weakref
 from collections import deque
 from pathlib import Path
 
 from everyrank import jsonlines
 from everyrank.errors import RunDirectoryError
+from everyrank.forks import let_go_in_child
 from everyrank.records import Record
 
 try:
@@ -32,9 +32,6 @@ except ImportError:  # no such locks on this platform: go on without
 _FLUSH_ABOVE = 256 * 1024
 _CHUNK = 1024 * 1024
 _KEEP = 64 * 1024 * 1024
-
-_open: weakref.WeakSet[Jsonl] = weakref.WeakSet()
-_watching = False
 
 
 class Jsonl:
@@ -66,7 +63,7 @@ class Jsonl:
         except OSError as error:
             self._let_go()
             raise _unusable(self.path, error) from error
-        _watch_forks(self)
+        let_go_in_child(self)  # a child that outlives a killed parent would hold its lock
 
     def write(self, record: Record) -> None:
         """Take one record; it reaches the file with the next flush."""
@@ -128,6 +125,10 @@ class Jsonl:
         with contextlib.suppress(OSError):
             self.close()
 
+    def after_fork(self) -> None:
+        """Close the copy in a forked child, and write nothing."""
+        self._let_go()
+
     def _let_go(self) -> None:
         file, self._file, self._size = self._file, -1, 0
         self._lines.clear()
@@ -164,19 +165,3 @@ def _unusable(path: Path, error: OSError) -> RunDirectoryError:
         f"`{path}` cannot be written: {reason}. Make its directory writable, or choose another one "
         "with outdir= or jsonl_path=."
     )
-
-
-def _watch_forks(log: Jsonl) -> None:
-    """Close the copies in forked children: one that outlives a killed parent would hold its lock."""
-    global _watching
-    if not _watching:
-        os.register_at_fork(after_in_child=_after_fork)
-        _watching = True
-    _open.add(log)
-
-
-def _after_fork() -> None:
-    for log in list(_open):
-        with contextlib.suppress(OSError):
-            log._let_go()
-    _open.clear()

@@ -181,7 +181,7 @@ class Alignment:
         self.weights: dict[str, str] = {}
         self._ranks = tuple(ranks)
         self._streams = {rank: _Stream() for rank in ranks}
-        self._stats = tuple(stats)
+        self.stats = tuple(stats)
         self._timeout = timeout
         self._grace = min(grace, timeout)
         self._answers: list[Reduced] = []  # to rows that came late, for the next `pop`
@@ -335,7 +335,7 @@ class Alignment:
 
     def _reduce(self, batches: Sequence[tuple[int, Batch]]) -> Reduced:
         return reduce_rows(
-            batches, stats=self._stats, weights=self.weights, world_size=len(self._ranks)
+            batches, stats=self.stats, weights=self.weights, world_size=len(self._ranks)
         )
 
 

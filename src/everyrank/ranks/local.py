@@ -104,6 +104,7 @@ class InProcess:
 
     def __init__(self, identity: Identity, meeting: _Meeting) -> None:
         self.identity = identity
+        self.stats = meeting.alignment.stats
         self._meeting = meeting
         self._own = OwnRows(identity.rank)
         self._closed = False
