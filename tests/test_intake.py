@@ -255,7 +255,7 @@ def test_a_window_is_of_one_generation():
         (0, 4),
     ]
     assert taken.back == [(2, 1), (3, 0)]
-    assert [len(window.rows) for window in taken.windows] == [3, 3, 1]
+    assert [len(window.rows) for window in taken.windows] == [3, 1, 2, 1]
 
 
 def test_going_back_at_the_edge_of_a_window_closes_no_empty_one():
@@ -365,3 +365,14 @@ def test_law_windows_hold_what_windows_of_one_would(events: list[Any], sync_ever
         (r.step, r.generation, dict(r.values)) for r in single.records()
     ]
     assert all(0 < len(window.rows) <= sync_every for window in several.windows)
+
+
+def test_windows_end_at_the_same_updates_again_after_a_flush():
+    """Ranks that were flushed at different moments close their windows together again."""
+    windows: list[Window] = []
+    intake = Intake(windows.append, sync_every=5, went_back=lambda a, b: 0)
+    for update in range(20):
+        intake.add({"a": 1.0})
+        if update in (2, 11, 14):
+            intake.hand_over()
+    assert [window.rows[-1].step for window in windows] == [2, 4, 9, 11, 14, 19]

@@ -86,8 +86,8 @@ def test_a_summary_shows_statistics_of_other_ranks(tmp_path: Path):
     """Once its window is reduced, the line has the mean over the ranks, as the record does."""
     first, second = in_process(2, stats=("mean", "max_rank"))
     with (
-        History(outdir=tmp_path, group=first) as a,
-        History(outdir=tmp_path, group=second) as b,
+        History(outdir=tmp_path, group=first, stats=("mean", "max_rank")) as a,
+        History(outdir=tmp_path, group=second, stats=("mean", "max_rank")) as b,
     ):
         summary = a.update({"loss": 1.0}, precision=2)
         b.update({"loss": 2.0})

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +38,7 @@ from everyrank.reductions import DEFAULT_STATS
 from everyrank.run import Options, Run
 from everyrank.runfiles import PathLike
 from everyrank.summary import Summary
-from everyrank.window import check_name
+from everyrank.window import Row, check_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,7 +119,7 @@ class History:
             )
         )
         self._flow = self._run.flow
-        self._add = self._flow.intake.add
+        self._add: Callable[[Any, Any, frozenset[str]], Row] = self._flow.intake.add
         self._said_closed = False
         for key in keys or ():
             self._run.columns.declare(key)
@@ -144,8 +144,6 @@ class History:
             print(history.update({"loss": loss, "lr": 3e-4}))   # step=42 loss=0.123456 ...
         """
         row = self._add(metrics, step, _NOT_WANDB if use_wandb is False else _EVERYWHERE)
-        if self._flow.closed:
-            self._say_closed()
         return Summary(self._run, row, precision)
 
     def declare(
@@ -289,7 +287,7 @@ class History:
 
         Other ranks are not needed for it: who is not there within `timeout` is left out.
         """
-        return self._run.close(self._timeout if timeout is None else timeout)
+        return self._close(self._timeout if timeout is None else timeout, "finished")
 
     def finalize(
         self,
@@ -327,7 +325,7 @@ class History:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._run.close(self._timeout, "finished" if kind is None else "failed")
+        self._close(self._timeout, "finished" if kind is None else "failed")
 
     def __repr__(self) -> str:
         names = self._run.columns.names
@@ -337,10 +335,15 @@ class History:
     def _timeout(self) -> float:
         return self._run.options.timeout
 
-    def _say_closed(self) -> None:
+    def _close(self, seconds: float, status: str) -> bool:
+        self._add = self._add_nothing  # so that an open history need not ask at each update
+        return self._run.close(seconds, status)
+
+    def _add_nothing(self, metrics: Any, step: Any, skip: frozenset[str]) -> Row:
         if not self._said_closed:
             self._said_closed = True
             log.warning("update() was called after the history was closed: it records nothing.")
+        return self._flow.intake.add(metrics, step, skip)
 
 
 def _site() -> str:

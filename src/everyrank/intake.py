@@ -25,6 +25,7 @@ from everyrank.steps import Steps, as_step
 from everyrank.window import Layout, Row, Window, flatten, is_nested, learn
 
 _NOTHING: frozenset[str] = frozenset()
+_new = tuple.__new__
 _MOST_LAYOUTS = 4096  # a program whose calls never look alike must not fill memory with layouts
 
 
@@ -44,6 +45,9 @@ class Intake:
         self._hand_on = hand_on
         self._went_back = went_back  # (from, to) -> the generation from here on
         self._sync_every = sync_every
+        # Updates until a window closes: by their number alone, so that after a flush in the middle
+        # the windows of all ranks end at the same updates again.
+        self._due = sync_every
         self._lock = threading.Lock()
         self._window = Window(sync_every)
         self._window.generation = generation
@@ -56,6 +60,15 @@ class Intake:
         self, metrics: Mapping[str, Any], step: Any = None, skip: frozenset[str] = _NOTHING
     ) -> Row:
         """Copy one update into the open window, and give it as it stands there."""
+        layout = self._layout
+        if type(metrics) is dict and layout.usual and not self._notes:
+            # Most updates look like the one before: two tuples compared, and nothing is hashed.
+            values = tuple(metrics.values())
+            if tuple(metrics) == layout.names and tuple(map(type, values)) == layout.types:
+                if step is not None and type(step) is not int:
+                    step = as_step(step)
+                with self._lock:
+                    return self._append(layout, values, step, skip)
         if self._notes:
             return self._add_with_notes(metrics, step, skip)
         return self._add(metrics, step, skip)
@@ -110,11 +123,7 @@ class Intake:
                 f"metrics={metrics!r} is a {type(metrics).__name__}, and no dict. Hand over names "
                 'with their values, for example {"loss": loss}.'
             )
-        layout = self._layout
-        values = tuple(metrics.values())
-        # Most calls look like the one before: two tuples compared, and nothing is hashed.
-        if tuple(metrics) != layout.names or tuple(map(type, values)) != layout.types:
-            layout, values = self._find(metrics, values)
+        layout, values = self._find(metrics, tuple(metrics.values()))
         if layout.step_at is not None:
             own = values[layout.step_at]
             if own is not None and type(own) is not int:
@@ -123,34 +132,42 @@ class Intake:
         if step is not None and type(step) is not int:
             step = as_step(step)
         with self._lock:
-            return self._place(layout, values, step, skip)
+            # Copied before it is placed: a value that is refused must not use up a step.
+            parts: tuple[Any, ...] = ()
+            if not layout.plain:
+                values, parts = self._window.capture(layout, list(values))
+            return self._append(layout, values, step, skip, parts)
 
-    def _place(
-        self, layout: Layout, values: tuple[Any, ...], step: int | None, skip: frozenset[str]
+    def _append(
+        self,
+        layout: Layout,
+        values: tuple[Any, ...],
+        step: int | None,
+        skip: frozenset[str],
+        parts: tuple[Any, ...] = (),
     ) -> Row:
-        steps, window = self.steps, self._window
-        # Copied before it is placed: a value that is refused must not use up a step.
-        parts: tuple[Any, ...] = ()
-        if not layout.plain:
-            values, parts = window.capture(layout, list(values))
+        """Place a copied update in the open window; the lock is held."""
+        steps = self.steps
         before, last = steps.rewinds, steps.last
         step = steps.place(layout.metric_names, step)
         if steps.rewinds != before:
             assert last is not None
-            window = self._go_back(last, step)
-        row = Row(step, time(), layout, values, parts, skip)
-        window.rows.append(row)
-        if len(window.rows) >= self._sync_every:
+            self._go_back(last, step)
+        # Past Row's own constructor, which takes 0.15 us of the 1.6 that a usual update does.
+        row: Row = _new(Row, (step, time(), layout, values, parts, skip))
+        self._window.rows.append(row)
+        self._due -= 1
+        if not self._due:
+            self._due = self._sync_every
             self._close()
         return row
 
-    def _go_back(self, last: int, step: int) -> Window:
-        """Close the window before a row of the next generation, and give the one for that row."""
+    def _go_back(self, last: int, step: int) -> None:
+        """Close the window before a row of the next generation."""
         self.generation = self._went_back(last, step)
         if self._window.rows:
             self._close()
         self._window.generation = self.generation
-        return self._window
 
     def _close(self) -> None:
         window, self._window = self._window, self._window.seal()

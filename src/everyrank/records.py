@@ -25,6 +25,8 @@ Kind = Literal["float", "int", "bool"]
 #: Names of a row that are not metrics.
 ROW_KEYS = ("step", "time", "generation", "nonfinite")
 
+_SOME_ROWS = 64
+
 #: Ends of a name that a statistic over ranks owns.
 STATISTIC = re.compile(r"/(mean|max|min|std|ranks|nonfinite|max_rank|min_rank|p\d{1,2}(\.\d+)?)$")
 
@@ -86,13 +88,11 @@ class Batch(Sequence[Record]):
         return next(iter(self.part(at, at + 1)))
 
     def __iter__(self) -> Iterator[Record]:
-        columns = [self._plain(j) for j in range(len(self.names))]
-        # zip of no columns has no rows, but a step may hold texts alone.
-        rows: Iterator[tuple[Any, ...]] = (
-            zip(*columns, strict=True) if columns else iter([()] * len(self))
-        )
+        others = [(j, self._plain(j)) for j, kind in enumerate(self.kinds) if kind != "float"]
         steps, times = self.steps.tolist(), self.times.tolist()
-        for i, row in enumerate(rows):
+        for i, row in enumerate(self._rows()):
+            for j, column in others:
+                row[j] = column[i]
             values = dict(zip(self.names, row, strict=True))
             if self.extras and i in self.extras:
                 values.update(self.extras[i])
@@ -115,6 +115,11 @@ class Batch(Sequence[Record]):
         # The fewer of the two are gone through: many rows with one extra, and one row of many.
         rows = range(start, stop) if stop - start < len(self.extras) else self.extras
         return {i - start: self.extras[i] for i in rows if start <= i < stop and i in self.extras}
+
+    def _rows(self) -> Iterator[list[Any]]:
+        """Give the rows as lists of floats, a few at a time: many at once leave the caches."""
+        for start in range(0, len(self), _SOME_ROWS):
+            yield from self.numbers[start : start + _SOME_ROWS].tolist()
 
     def _plain(self, column: int) -> list[Any]:
         """Give one column as the Python numbers that it was."""

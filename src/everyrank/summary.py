@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import UserString
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from everyrank.records import STATISTIC, Description, show
 from everyrank.window import Row, values_of
@@ -28,10 +28,15 @@ class Summary(UserString):
     Until it is looked at it costs nothing: no device is read and no other rank is asked.
     """
 
+    _asks: tuple[Any, Row, int] | None
+    _text = ""
+
     def __init__(self, run: Run | object, row: Row | None = None, precision: int = 6) -> None:
         # A text instead of a run comes from the methods of UserString, which make new ones of it.
-        self._asks = None if row is None else (cast("Run", run), row, precision)
-        self._text = "" if row is not None else str(run)
+        if row is None:
+            self._asks, self._text = None, str(run)
+        else:
+            self._asks = (run, row, precision)
 
     @property
     def data(self) -> str:  # type: ignore[override]

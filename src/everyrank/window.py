@@ -50,6 +50,7 @@ class Layout:
     columns: tuple[int, ...]  # where they are
     staged: tuple[Staged, ...]  # device values, by framework
     copied: tuple[int, ...]  # numpy arrays and sequences, which may change later, and odd numbers
+    usual: bool  # plain, and without a step
     plain: bool  # only numbers of the host: a tuple of them is already a copy
     whole: bool  # only device values of one framework
 
@@ -80,11 +81,13 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
         else:
             raise _no_metric(name, value)
     types = tuple(map(type, metrics.values()))
+    plain = not (staged or copied or texts)
     return Layout(
         names=names,
         types=types,
         metric_names=frozenset(names) - {"step"},
         step_at=names.index("step") if "step" in names else None,
+        usual=plain and "step" not in names,
         kinds=tuple(kinds.values()),
         columns=tuple(kinds),
         staged=tuple(
@@ -92,7 +95,7 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
             for framework, at in staged.items()
         ),
         copied=tuple(copied),
-        plain=not (staged or copied or texts),
+        plain=plain,
         whole=[len(at) for at in staged.values()] == [len(names)],
     )
 

@@ -43,7 +43,7 @@ class Hub(End):
         self._askers: set[int] = set()  # ranks that want the others' rows now
         self._gone: dict[str, list[int]] = {}  # why, and who, since the last report
         self._said_unheard = False
-        self._last_sign = 0.0
+        self._last_sign = time.monotonic()
 
     @property
     def wait(self) -> float | None:
