@@ -59,6 +59,9 @@ _LOCAL_PATIENCE = 60.0
 #: At its deadline `close` waits for nobody else, and what is left then takes milliseconds.
 _SLACK = 5.0
 
+#: So many rows of each of the last batches are at hand for whoever prints what `update` gave.
+_TAIL = 64
+
 Order = Callable[[], object]
 
 
@@ -206,7 +209,7 @@ class Flow:
         for generation in [g for g in self._after if g <= batch.generation]:
             self.columns.rewind(self._after.pop(generation))
         self.columns.append(batch)
-        self._recent.append(batch)
+        self._recent.append(_tail(batch))
         for backend in self.backends:
             backend.write_batch(batch)
 
@@ -254,6 +257,15 @@ class Flow:
             # One that hangs has used up the time, but not that of the others.
             finished &= outlet.close(max(1.0, deadline - time.monotonic()))
         return finished
+
+
+def _tail(batch: Batch) -> Batch:
+    """Give the last rows, which somebody may print, without keeping the others in memory."""
+    if len(batch) <= _TAIL:
+        return batch
+    part = batch.part(len(batch) - _TAIL, len(batch))
+    arrays = {name: getattr(part, name).copy() for name in ("steps", "times", "numbers")}
+    return replace(part, **arrays)
 
 
 def _packed(windows: Iterable[Window]) -> Iterator[Batch]:
