@@ -17,6 +17,9 @@ SOURCE = Path(everyrank.__file__).parent
 HOST_HALF = (
     "records",
     "columns",
+    "tables",
+    "moment",
+    "series",
     "jsonlines",
     "replay",
     "rundir",

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everyrank.columns import Columns, Series
+from everyrank.columns import Columns
 from everyrank.records import Batch, Record
+from everyrank.series import Series
 
 
 def a_batch(

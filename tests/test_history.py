@@ -19,7 +19,7 @@ import everyrank
 from everyrank import History, MetricError, OptionError, RunDirectoryError
 from everyrank.backends.console import Console
 from everyrank.backends.every import Every
-from everyrank.columns import Series
+from everyrank.series import Series
 from everyrank.testing import MemoryBackend
 
 

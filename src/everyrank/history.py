@@ -31,12 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.backends.base import Backend
-from everyrank.columns import Series
 from everyrank.errors import MissingPackage, OptionError
 from everyrank.records import Description, Record
 from everyrank.reductions import DEFAULT_STATS
 from everyrank.run import Options, Run
 from everyrank.runfiles import PathLike
+from everyrank.series import Series
 from everyrank.summary import Summary
 from everyrank.window import Row, check_name
 

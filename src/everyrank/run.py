@@ -22,7 +22,7 @@ import numpy as np
 from everyrank.backends.background import Background
 from everyrank.backends.base import Backend
 from everyrank.backends.per_rank import PerRank
-from everyrank.columns import Columns, Series
+from everyrank.columns import Columns
 from everyrank.environment import switched_on
 from everyrank.errors import OptionError
 from everyrank.flow import Flow
@@ -32,6 +32,7 @@ from everyrank.ranks.local import Alone, InProcess
 from everyrank.records import STATISTIC, Description
 from everyrank.reductions import DEFAULT_STATS, check_stats, over_ranks
 from everyrank.runfiles import PathLike, RunFiles
+from everyrank.series import Series
 
 log = logging.getLogger("everyrank")
 

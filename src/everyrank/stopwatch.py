@@ -11,7 +11,6 @@ by a thread that lives only while some are open. Until then `device_elapsed` is 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import re
 import sys
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 from everyrank.forks import let_go_in_child
 from everyrank.setup import wandb_disabled
+from everyrank.stage.capture import relaxed
 
 _log = logging.getLogger("everyrank")
 
@@ -302,25 +302,10 @@ class _CudaEvent:
 def _at_ease(torch: Any, device: Any) -> Iterator[None]:
     """Let this thread ask about events, also while another one captures a CUDA graph.
 
-    By default such a question ends the capture with an error. The device is set as well, because a
-    thread that asks without one opens a context on device 0.
+    The device is set as well, because a thread that asks without one opens a context on device 0.
     """
-    exchange, mode = _capture_mode(), ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    with torch.cuda.device(device):
-        exchange(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            exchange(ctypes.byref(mode))
-
-
-@cache
-def _capture_mode() -> Callable[[Any], object]:
-    """Find the driver's call that exchanges this thread's capture mode."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return lambda mode: None  # not NVIDIA's driver, or one without graphs
+    with torch.cuda.device(device), relaxed():
+        yield
 
 
 def _log_to_wandb(values: dict[str, float]) -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from numpy.typing import NDArray
 
-    from everyrank.columns import Columns, Series
+    from everyrank.columns import Columns
+    from everyrank.series import Series
 
 
 def to_pandas(columns: Columns) -> pd.DataFrame:

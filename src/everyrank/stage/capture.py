@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,11 +22,22 @@ def relax_this_thread() -> None:
     """Let this thread ask a device whenever it likes; never call it on a thread of the user's."""
     if not getattr(_this, "relaxed", False):
         _this.relaxed = True
-        exchange()(ctypes.byref(ctypes.c_int(_RELAXED)))
+        _exchange()(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Let this thread ask a device in here; for a thread of the user's, which stays as it was."""
+    mode = ctypes.c_int(_RELAXED)
+    _exchange()(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _exchange()(ctypes.byref(mode))
 
 
 @cache
-def exchange() -> Callable[[Any], object]:
+def _exchange() -> Callable[[Any], object]:
     """Give the driver's call that exchanges the calling thread's capture mode."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode

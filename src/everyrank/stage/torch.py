@@ -109,6 +109,7 @@ class TorchBlock:
             self._host = filled
             return
         relax_this_thread()  # the program may be capturing a graph just now
+        torch.cuda.set_device(filled.device)  # or asking would open a context on device 0
         stream = _copy_streams.get(filled.device)
         if stream is None:
             stream = _copy_streams[filled.device] = torch.cuda.Stream(filled.device)
