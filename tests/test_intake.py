@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,8 @@ def test_who_does_not_wait_is_told_that_the_lock_is_held():
     """The background thread asks without waiting, and comes back if an update is under way."""
     taken = Taken(sync_every=3)
     taken.add({"loss": 1.0})
-    with taken.intake._lock:
-        assert not taken.intake.hand_over(wait=False)
+    with taken.intake._lock, ThreadPoolExecutor(1) as background:
+        assert not background.submit(taken.intake.hand_over, wait=False).result()
         assert taken.windows == []
     assert taken.intake.hand_over(wait=False)
     assert len(taken.windows) == 1

@@ -14,12 +14,12 @@
   what is left without the ranks that did not come.
 * **Failure.** What goes wrong here is logged once and counted; training sees none of it.
 * **Close.** `close(seconds)` hands on what is open, says goodbye to the other ranks, waits for what
-  is unfinished, then closes every backend. It is idempotent, and does nothing in a forked child.
+  is unfinished, then closes every backend. It is idempotent, and does nothing in a forked child. One
+  that is interrupted, as by Ctrl-C, has not been: the next goes on with it.
 """
 
 from __future__ import annotations
 
-import logging
 import selectors
 import threading
 import time
@@ -35,14 +35,13 @@ import numpy as np
 from everyrank.backends.background import Background
 from everyrank.backends.per_rank import PerRank
 from everyrank.columns import Columns
-from everyrank.intake import Intake
+from everyrank.intake import Intake, Wait
+from everyrank.messages import log
 from everyrank.ranks.base import Ranks
 from everyrank.ranks.local import Alone
 from everyrank.records import Batch, Record, merged
 from everyrank.window import Row, Window, pack
-from everyrank.worker import Worker
-
-log = logging.getLogger("everyrank")
+from everyrank.worker import Worker, on_worker_thread
 
 #: So many values may wait: about 20 MB of Python floats.
 _CAPACITY = 1 << 18
@@ -81,7 +80,8 @@ class Flow:
     ) -> None:
         self.columns = columns
         self.backends = tuple(backends)
-        self.closed = False
+        self.closed = False  # no more is recorded
+        self.ended = False  # and all is delivered, or given up
         self.intake = Intake(
             self._put, sync_every=sync_every, generation=generation, went_back=went_back
         )
@@ -92,7 +92,7 @@ class Flow:
         self._asked = False  # another rank wants what we have, and training held the lock
         self._recent: deque[Batch] = deque(maxlen=64)
         self._patience = _PATIENCE
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # of the thread: a signal's handler may close it, too
         self._delivered = True
         selector = selectors.DefaultSelector()
         self.ranks = ranks(selector)
@@ -107,7 +107,7 @@ class Flow:
 
     def order(self, order: Order) -> None:
         """Have something done on the background thread, behind everything handed on before it."""
-        self._worker.put(order)
+        self._worker.put(order, wait=False)
 
     def supersede(self, generation: int, after_step: int) -> None:
         """Note that the rows of this generation supersede earlier ones past a step."""
@@ -117,7 +117,7 @@ class Flow:
         """Hand on what is open, here and on other ranks, and wait until every backend has it."""
         deadline = time.monotonic() + seconds
         self.intake.hand_over()
-        self._worker.put(self.ranks.request_flush)
+        self.order(self.ranks.request_flush)
         recorded = self._worker.flush(seconds)
         delivered = [o.flush(max(0.0, deadline - time.monotonic())) for o in self._outlets()]
         return recorded and all(delivered)
@@ -129,7 +129,7 @@ class Flow:
         halves the next: two seconds altogether, and not two seconds a line.
         """
         self.intake.hand_over()
-        self._worker.put(self.ranks.request_flush)
+        self.order(self.ranks.request_flush)
         return self._wait_a_little()
 
     def recorded(self, row: Row) -> Record | None:
@@ -142,11 +142,17 @@ class Flow:
 
     def close(self, seconds: float) -> bool:
         """Record and deliver everything, and end; True if nothing was left behind."""
-        with self._closing:
-            if not self.closed and not self.forked:
+        # The one who is at it may have more time than we have.
+        if not self._closing.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX))):
+            return False
+        try:
+            if not self.ended and not self.forked:
                 self.closed = True
                 self._delivered = self._close(seconds)
+                self.ended = True
             return self._delivered
+        finally:
+            self._closing.release()
 
     def health(self) -> dict[str, Any]:
         """Count what a person may ask."""
@@ -174,7 +180,8 @@ class Flow:
     def _work(self, items: list[Window | Order]) -> float | None:
         self._queue.extend(items)
         if self._asked or self.ranks.flush_requested():
-            self._asked = not self.intake.hand_over(wait=False)
+            # At the end all was handed over, and who closes may hold the lock until we are done.
+            self._asked = not self.closed and not self.intake.hand_over(wait=False)
         self._take_in()
         for batch in merged(self.ranks.poll()):
             self._hand_out(batch)
@@ -222,8 +229,10 @@ class Flow:
     def _outlets(self) -> list[Background | PerRank]:
         return [*self.backends, *([self._per_rank] if self._per_rank else [])]
 
-    def _put(self, window: Window) -> None:
-        self._worker.put(window, window.size)
+    def _put(self, window: Window) -> Wait | None:
+        full = self._worker.put(window, window.size, wait=False)
+        # What we log ourselves may come back as an update, by a handler of the program.
+        return self._worker.wait_for_room if full and not on_worker_thread() else None
 
     def _wait_a_little(self) -> bool:
         recorded = self._worker.flush(_LOCAL_PATIENCE if self.alone else self._patience)
@@ -242,9 +251,9 @@ class Flow:
         deadline = time.monotonic() + seconds
         self.intake.leftover()
         self.intake.hand_over()
-        self._worker.put(self.ranks.leave)
+        self.order(self.ranks.leave)
         if not self._worker.flush(seconds):
-            self._worker.put(self.ranks.give_up)
+            self.order(self.ranks.give_up)
         finished = self._worker.close(_SLACK)
         if not finished:
             log.warning(
@@ -271,6 +280,6 @@ def _tail(batch: Batch) -> Batch:
 def _packed(windows: Iterable[Window]) -> Iterator[Batch]:
     """Pack windows together that are of one generation: ten of one row cost little more than one."""
     for generation, alike in groupby(windows, key=attrgetter("generation")):
-        rows = chain.from_iterable(window.rows for window in alike)
+        rows = chain.from_iterable(window.take() for window in alike)
         for batch in pack(rows):
             yield replace(batch, generation=generation) if generation else batch

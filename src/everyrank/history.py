@@ -20,7 +20,6 @@ come too early; `flush`, `close` and `finalize` up to `timeout` seconds.
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from everyrank.backends.base import Backend
 from everyrank.errors import MissingPackage, OptionError
+from everyrank.messages import log
 from everyrank.records import Description, Record
 from everyrank.reductions import DEFAULT_STATS
 from everyrank.run import Options, Run
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-log = logging.getLogger("everyrank")
 
 _EVERYWHERE: frozenset[str] = frozenset()
 _NOT_WANDB = frozenset({"wandb"})

@@ -5,9 +5,12 @@ to the open window; a full window is sealed and handed on. Nothing here reads a 
 file, talks to another rank or wakes a thread.
 
 * **Order.** Windows are handed on in the order of the updates, whichever threads made them.
-* **Lock.** Updates, notes and `hand_over` exclude one another. The background thread asks for the
-  lock without waiting: whoever holds it may be waiting for that very thread to make room.
+* **Lock.** Updates, notes and `hand_over` exclude one another, but not within a thread: the handler
+  of a signal or of a log message may call any of them in the middle of an update. Nobody waits for
+  room in the queue while they hold the lock, and the background thread does not wait for the lock.
 * **Refusal.** An update that raises leaves everything as it was: no step is used up, no note is lost.
+* **Interruption.** Where the handler of a signal raises in the middle, that update may be recorded or
+  not, but no other is lost.
 * **Rewind.** An update that goes back closes the window first, so that a window is of one generation.
 * **Fork.** In a forked child updates go on without waiting for a thread that is not there.
 """
@@ -15,6 +18,7 @@ file, talks to another rank or wakes a thread.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import time
 from typing import Any
@@ -24,17 +28,23 @@ from everyrank.forks import let_go_in_child
 from everyrank.steps import Steps, as_step
 from everyrank.window import Layout, Row, Window, flatten, is_nested, learn
 
+#: What to wait for until there is room again.
+Wait = Callable[[], object]
+
 _NOTHING: frozenset[str] = frozenset()
 _new = tuple.__new__
 _MOST_LAYOUTS = 4096  # a program whose calls never look alike must not fill memory with layouts
 
 
 class Intake:
-    """The open window, and the way into it."""
+    """The open window, and the way into it.
+
+    `hand_on` never waits itself: it gives what the thread should wait for, if there is no room.
+    """
 
     def __init__(
         self,
-        hand_on: Callable[[Window], None],
+        hand_on: Callable[[Window], Wait | None],
         *,
         sync_every: int,
         generation: int = 0,
@@ -48,7 +58,9 @@ class Intake:
         # Updates until a window closes: by their number alone, so that after a flush in the middle
         # the windows of all ranks end at the same updates again.
         self._due = sync_every
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._leaving: deque[Window] = deque()  # closed, and not known to be handed on
+        self._wait: Wait | None = None
         self._window = Window(sync_every)
         self._window.generation = generation
         self._notes: dict[str, Any] = {}
@@ -60,7 +72,7 @@ class Intake:
         self, metrics: Mapping[str, Any], step: Any = None, skip: frozenset[str] = _NOTHING
     ) -> Row:
         """Copy one update into the open window, and give it as it stands there."""
-        layout = self._layout
+        row, layout = None, self._layout
         if type(metrics) is dict and layout.usual and not self._notes:
             # Most updates look like the one before: two tuples compared, and nothing is hashed.
             values = tuple(metrics.values())
@@ -68,10 +80,14 @@ class Intake:
                 if step is not None and type(step) is not int:
                     step = as_step(step)
                 with self._lock:
-                    return self._append(layout, values, step, skip)
-        if self._notes:
-            return self._add_with_notes(metrics, step, skip)
-        return self._add(metrics, step, skip)
+                    row = self._append(layout, values, step, skip)
+        if row is None:
+            add = self._add_with_notes if self._notes else self._add
+            row = add(metrics, step, skip)
+        if self._wait is not None:  # with the lock free again
+            wait, self._wait = self._wait, None
+            wait()
+        return row
 
     def note(self, name: str, value: Any) -> None:
         """Copy a value for the next update; the later of two of one name counts."""
@@ -87,14 +103,17 @@ class Intake:
 
     def hand_over(self, *, wait: bool = True) -> bool:
         """Hand on what the open window holds; False if the lock was not free at once."""
-        if not self._lock.acquire(blocking=wait):
-            return False
-        try:
-            if self._window.rows:
+        if wait:
+            with self._lock:
                 self._close()
             return True
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._close()
         finally:
             self._lock.release()
+        return True
 
     def holds(self, row: Row) -> bool:
         """Say whether a row is still in the open window."""
@@ -103,19 +122,18 @@ class Intake:
     def leftover(self) -> None:
         """Give notes that no update followed a row of their own."""
         if self._notes:
-            self.add({})
+            self._add_with_notes({}, None, _NOTHING)  # without waiting for room: this is the end
 
     def resume(self, step: int, generation: int) -> None:
         """Go on after `step`; what is open belongs to the life before."""
         with self._lock:
-            if self._window.rows:
-                self._close()
+            self._close()
             self.steps.resume(step)
             self.generation = self._window.generation = generation
 
     def after_fork(self) -> None:
         """Replace the lock, which a thread of the parent may have held."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _add(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
@@ -165,14 +183,28 @@ class Intake:
     def _go_back(self, last: int, step: int) -> None:
         """Close the window before a row of the next generation."""
         self.generation = self._went_back(last, step)
-        if self._window.rows:
-            self._close()
+        self._close()
         self._window.generation = self.generation
 
     def _close(self) -> None:
-        window, self._window = self._window, self._window.seal()
-        self._window.generation = self.generation
-        self._hand_on(window)
+        """Close the open window if it holds anything, and hand on what is closed; the lock is held.
+
+        The handler of a signal runs between any two calls: one that updates or flushes finds every
+        row in one window, and what one that raises leaves half done, the next call does again. A
+        window that is handed on twice is empty the second time (see `Window.take`).
+        """
+        window = self._window
+        if window.rows:
+            after = window.seal()
+            after.generation = self.generation
+            if self._window is window:
+                self._window = after
+                self._leaving.append(window)
+        while self._leaving:
+            window = self._leaving[0]
+            self._wait = self._hand_on(window)
+            if self._leaving and self._leaving[0] is window:
+                self._leaving.popleft()
 
     def _find(
         self, metrics: Mapping[str, Any], values: tuple[Any, ...]
@@ -195,17 +227,17 @@ class Intake:
         return layout
 
     def _add_with_notes(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
+        if not isinstance(metrics, Mapping):
+            return self._add(metrics, step, skip)
+        flat = flatten(metrics)
         with self._lock:
-            notes, self._notes = self._notes, {}
-        try:
-            if not isinstance(metrics, Mapping):
-                return self._add(metrics, step, skip)
+            notes = self._notes.copy()
             # Flat, so that the update's value counts where a note has the same name.
-            return self._add({**notes, **flatten(metrics)}, step, skip)
-        except BaseException:
-            with self._lock:
-                self._notes = {**notes, **self._notes}
-            raise
+            row = self._add({**notes, **flat}, step, skip)
+            for name, value in notes.items():  # not earlier: a refused update loses none
+                if self._notes.get(name) is value:
+                    self._notes.pop(name, None)
+        return row
 
 
 def _copied(layout: Layout, value: Any) -> Any:

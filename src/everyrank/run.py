@@ -10,7 +10,6 @@ holds the History any more, it is closed like any other, within a bounded time.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from everyrank.columns import Columns
 from everyrank.environment import switched_on
 from everyrank.errors import OptionError
 from everyrank.flow import Flow
+from everyrank.messages import log
 from everyrank.ranks import Peers, discover
 from everyrank.ranks.base import Ranks
 from everyrank.ranks.local import Alone, InProcess
@@ -33,8 +33,6 @@ from everyrank.records import STATISTIC, Description
 from everyrank.reductions import DEFAULT_STATS, check_stats, over_ranks
 from everyrank.runfiles import PathLike, RunFiles
 from everyrank.series import Series
-
-log = logging.getLogger("everyrank")
 
 #: Set by whoever launches a run to keep every rank's statistics to itself.
 _LOCAL = ("EVERYRANK_NO_DISTRIBUTED_HISTORY", "EVERYRANK_LOCAL_HISTORY")
@@ -104,6 +102,7 @@ class Run:
         self.files = _files(self.peers, options)
         self.generation = self.files.run.generation if self.files else 0
         self._said_back = False
+        self._noted_end = False
         if self.files is not None:
             self.files.begin(self._facts())
         self.flow = Flow(
@@ -182,9 +181,8 @@ class Run:
         """Record and deliver everything, note how the run ended; True if nothing was left."""
         if self.flow.forked:
             return True
-        first = not self.flow.closed
         delivered = self.flow.close(seconds)
-        if first and self.files is not None:
+        if self.files is not None and self.flow.ended and not self._noted_end:
             last = self.flow.intake.steps.last
             health = self.flow.health()
             hosts = health.get("hosts") or {"0": self.peers.identity.host}
@@ -195,6 +193,7 @@ class Run:
                 health=health,
                 metrics=self.descriptions,
             )
+            self._noted_end = True
         return delivered
 
     def _went_back(self, last: int, step: int) -> int:
@@ -207,12 +206,8 @@ class Run:
         self.flow.supersede(self.generation, step - 1)
         if not self._said_back:
             self._said_back = True
-            log.warning(
-                "the run went back from step %d to step %d: the rows from there on are superseded "
-                "by those that come now, and kept in the log (said once).",
-                last,
-                step,
-            )
+            # In the background: whatever handlers make of it, no update has to wait for them.
+            self.flow.order(lambda: _say_back(last, step))
         return self.generation
 
     def _replay(self) -> None:
@@ -269,6 +264,15 @@ class Run:
         from everyrank.ranks.host import host_ranks
 
         return host_ranks(self.peers, name=options.site, selector=selector, **about)
+
+
+def _say_back(last: int, step: int) -> None:
+    log.warning(
+        "the run went back from step %d to step %d: the rows from there on are superseded by those "
+        "that come now, and kept in the log (said once).",
+        last,
+        step,
+    )
 
 
 def _peers(group: Any, options: Options) -> Peers:

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import glob
 import json
-import logging
 import math
 import os
 import platform
@@ -35,8 +34,7 @@ import numpy as np
 
 from everyrank import jsonlines
 from everyrank.errors import RunDirectoryError
-
-log = logging.getLogger("everyrank")
+from everyrank.messages import log
 
 _FACTS = "run.json"
 _HIDDEN = "***"

@@ -13,7 +13,6 @@ which one goes on.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,9 +23,8 @@ from everyrank import jsonlines, replay
 from everyrank.backends.jsonl import Jsonl
 from everyrank.columns import Columns
 from everyrank.errors import OptionError, RunDirectoryError
+from everyrank.messages import log
 from everyrank.rundir import RunDirectory, mint_run_id, surroundings
-
-log = logging.getLogger("everyrank")
 
 PathLike = str | os.PathLike[str]
 

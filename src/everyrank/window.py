@@ -141,7 +141,13 @@ class Window:
     @property
     def size(self) -> int:
         """How many numbers it holds, if all rows are like the last."""
-        return len(self.rows) * _row_size(self.rows[-1]) if self.rows else 0
+        rows = self.rows
+        return len(rows) * _row_size(rows[-1]) if rows else 0
+
+    def take(self) -> list[Row]:
+        """Give the rows, once: whoever takes them next finds none."""
+        rows, self.rows = self.rows, []
+        return rows
 
     def capture(
         self, layout: Layout, values: list[Any]

@@ -7,11 +7,13 @@ Training puts items in; the thread takes all that wait and hands them, in order,
   costs the caller more than the work (5-14 us where the append takes 0.2). While items come, the
   thread looks every `tick` seconds by itself; after a quiet while it waits for the doorbell.
 * **Bound.** `put` counts sizes, of at least 1 each, and what `unfinished` says is still on its way.
-  Above `capacity` it waits until the thread has made room; nothing is dropped, and unless
-  `say_full` is False this is said once.
+  Above `capacity` it waits until the thread has made room, or with `wait=False` says that somebody
+  should; nothing is dropped, and unless `say_full` is False this is said once.
 * **Failure.** What `work` raises is logged once for each kind, counted in `failures`, and the
   thread goes on with the next items; if something is unfinished, a second later even without any.
   Nothing is ever raised into the caller of `put`.
+* **Interruption.** The handler of a signal may run, put, flush, close or raise in the middle of any
+  call: an item is put whole or not at all.
 * **Flush.** `flush(seconds)` returns True once everything put before it is handed over and `work`
   has nothing unfinished (it returned None), False at the deadline.
 * **Close.** `close(seconds)` flushes, has the thread call `at_end` and end, and is idempotent. It is
@@ -37,15 +39,24 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from everyrank.forks import holds_nothing, let_go_in_child
+from everyrank.messages import log
 
 T = TypeVar("T")
-log = logging.getLogger("everyrank")
 
 #: How long the thread goes on looking by itself after the last item, before it sleeps deeply.
 _ATTENTIVE = 0.1
 
 #: How long a failure is left alone before work that is unfinished is tried again.
 _RETRY = 1.0
+
+
+class _Thread(threading.Thread):
+    """The thread of a worker."""
+
+
+def on_worker_thread() -> bool:
+    """Say whether this is the thread of a worker, where waiting for another may be for itself."""
+    return isinstance(threading.current_thread(), _Thread)
 
 
 class Worker(Generic[T]):
@@ -81,14 +92,14 @@ class Worker(Generic[T]):
         self._closed = False
         self._stop = False
         self._said: set[str] = set()
-        self._putting = threading.Lock()
+        self._putting = threading.RLock()  # of the thread, or a signal's handler would hang
         self._room = threading.Condition()
         self._doorbell, self._ear = socket.socketpair()
         for end in (self._doorbell, self._ear):
             end.setblocking(False)
         self.selector.register(self._ear, selectors.EVENT_READ)
         let_go_in_child(self)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = _Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -106,18 +117,20 @@ class Worker(Generic[T]):
         """Whether nothing waits and `work` has nothing unfinished."""
         return self._put == self._done and not self._unfinished
 
-    def put(self, item: T, size: int = 1) -> None:
-        """Queue one item; waits only above capacity."""
+    def put(self, item: T, size: int = 1, *, wait: bool = True) -> bool:
+        """Queue one item; above capacity wait for room, or give True without having waited."""
         if self._closed:
-            return
+            return False
         size = max(1, size)  # or a flush would not wait for an item without any
         with self._putting:  # `+=` of two threads at once would lose one
             self._put += size
-            self._items.append((item, size))
+            self._items.append((item, size))  # no handler of a signal runs between these lines
         if self._asleep:
             self.ring()
-        if self._put - self._done + self._unfinished > self._capacity:
-            self._wait_for_room()
+        full = self._put - self._done + self._unfinished > self._capacity
+        if full and wait:
+            self.wait_for_room()
+        return full
 
     def ring(self) -> None:
         """Wake the thread now."""
@@ -153,7 +166,8 @@ class Worker(Generic[T]):
             self._thread.join(timeout=max(1.0, deadline - time.monotonic()))
         return flushed and (self._at_end is None or not self.alive)
 
-    def _wait_for_room(self) -> None:
+    def wait_for_room(self) -> None:
+        """Wait until half of the capacity is free."""
         if threading.current_thread() is self._thread:
             return
         if self._say_full:

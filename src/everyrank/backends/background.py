@@ -7,15 +7,13 @@ reads: on a thread of its own, guarded, write JSON lines.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from everyrank.backends.base import Backend
+from everyrank.messages import log
 from everyrank.records import Batch, Description, Record
 from everyrank.worker import Worker
-
-log = logging.getLogger("everyrank")
 
 
 class Guard:
@@ -118,9 +116,9 @@ class Background:
         """Flush, close the backend, end the thread."""
         # In a forked child the backend, and what waits for it, are the parent's.
         if not self._closed and not self._worker.forked:
-            self._closed = True
             self._put_last()
             self._delivered = self._worker.close(seconds)
+            self._closed = True
             if not self._delivered:
                 log.warning(
                     "the %s backend was not done within %g s and is given up: %d records were "

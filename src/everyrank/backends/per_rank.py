@@ -6,16 +6,14 @@ What they record until then waits here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from everyrank.backends.background import Background
 from everyrank.backends.jsonl import Jsonl
 from everyrank.errors import RunDirectoryError
+from everyrank.messages import log
 from everyrank.records import Batch
-
-log = logging.getLogger("everyrank")
 
 #: So many batches may wait for a first rank that does not say where the run is kept.
 _PENDING = 10_000

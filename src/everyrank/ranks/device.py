@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from everyrank.errors import OptionError
+from everyrank.messages import log
 from everyrank.ranks import Peers
 from everyrank.ranks.align import Alignment
 from everyrank.ranks.end import named
@@ -42,8 +42,6 @@ from everyrank.ranks.join import OwnRows
 from everyrank.ranks.wire import Frames, Kind
 from everyrank.records import Batch
 from everyrank.stage.capture import relax_this_thread
-
-log = logging.getLogger("everyrank")
 
 _HEAD = struct.Struct("<QQd??")  # bytes here, bytes left behind, clock, flush asked, have left
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # bytes that a round carries of each rank

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hmac
 import json
-import logging
 import resource
 import secrets
 import selectors
@@ -20,11 +19,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from everyrank.messages import log
 from everyrank.ranks import Peers
 from everyrank.ranks.meeting import listen, notice_loss
 from everyrank.ranks.wire import Channel, Kind
-
-log = logging.getLogger("everyrank")
 
 _INTRODUCTION = 10.0  # seconds that a stranger has to say who it is
 _AT_ONCE = 256  # strangers let in by one look, so that those who are known are heard in between

@@ -6,12 +6,12 @@ costs what has come in, however many ranks are connected.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from everyrank.messages import log
 from everyrank.ranks import Peers
 from everyrank.ranks.align import Alignment, Event
 from everyrank.ranks.base import Reduced
@@ -20,8 +20,6 @@ from everyrank.ranks.end import End, named
 from everyrank.ranks.meeting import Errand, Note, addresses, part
 from everyrank.ranks.wire import Channel, Kind
 from everyrank.records import Batch
-
-log = logging.getLogger("everyrank")
 
 #: A spoke that takes in nothing for so many bytes is gone; nobody holds rows for it without bound.
 _BACKLOG = 256 << 20

@@ -8,19 +8,17 @@ Each History behaves as if it ran on a rank of its own, with no socket and no se
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from everyrank.messages import log
 from everyrank.ranks.align import GRACE, Alignment
 from everyrank.ranks.base import Identity, Reduced
 from everyrank.ranks.join import OwnRows
 from everyrank.records import Batch
 from everyrank.reductions import DEFAULT_STATS
-
-log = logging.getLogger("everyrank")
 
 _MESSAGES = {
     "silent": "step %d is reduced without rank %s, which did not report it in time. Statistics go "

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any, Literal
 
+from everyrank.messages import log
 from everyrank.ranks import Peers
 from everyrank.ranks.base import Reduced
 from everyrank.ranks.end import End, named
 from everyrank.ranks.meeting import Search, part
 from everyrank.ranks.wire import Channel, Kind
 from everyrank.records import Batch
-
-log = logging.getLogger("everyrank")
 
 
 class Spoke(End):
