@@ -75,11 +75,10 @@ class Flow:
         sync_every: int,
         generation: int,
         went_back: Callable[[int, int], int],
-        backends: Sequence[Background],
+        backends: Callable[[], Sequence[Background]],
         per_rank: PerRank | None = None,
     ) -> None:
         self.columns = columns
-        self.backends = tuple(backends)
         self.closed = False  # no more is recorded
         self.ended = False  # and all is delivered, or given up
         self.intake = Intake(
@@ -96,6 +95,7 @@ class Flow:
         self._delivered = True
         selector = selectors.DefaultSelector()
         self.ranks = ranks(selector)
+        self.backends = tuple(backends())  # with a thread each: once nothing is refused any more
         self._worker: Worker[Window | Order] = Worker(
             self._work,
             name="everyrank",

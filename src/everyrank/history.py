@@ -21,6 +21,7 @@ come too early; `flush`, `close` and `finalize` up to `timeout` seconds.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -39,6 +40,7 @@ from everyrank.runfiles import PathLike
 from everyrank.series import Series
 from everyrank.summary import Summary
 from everyrank.window import Row, check_name
+from everyrank.worker import on_worker_thread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +125,10 @@ class History:
         for key in keys or ():
             self._run.columns.declare(key)
         # A program may forget to close: then it happens at its exit, or with the last reference.
-        self._finalizer = weakref.finalize(self, self._run.close, _AT_EXIT, "abandoned")
+        self._finalizer = weakref.finalize(self, _abandon, self._run)
+        if processes := sys.modules.get("multiprocessing.util"):
+            # One that multiprocessing forked ends without the exit of an interpreter.
+            processes.Finalize(self, self._finalizer, exitpriority=0)
 
     # ---------------------------------------------------------------------------- handing over
 
@@ -343,6 +348,18 @@ class History:
             self._said_closed = True
             log.warning("update() was called after the history was closed: it records nothing.")
         return self._flow.intake.add(metrics, step, skip)
+
+
+def _abandon(run: Run) -> None:
+    """Close a run that nobody holds any more."""
+    if on_worker_thread():
+        # Garbage is collected by whichever thread makes some, and this one cannot wait for itself.
+        # The new one is no daemon: the exit of the interpreter waits for it.
+        threading.Thread(
+            target=run.close, args=(_AT_EXIT, "abandoned"), name="everyrank-end"
+        ).start()
+    else:
+        run.close(_AT_EXIT, "abandoned")
 
 
 def _site() -> str:

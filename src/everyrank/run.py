@@ -98,24 +98,19 @@ class Run:
         self.options = options
         self.descriptions: dict[str, Description] = {}
         self.columns = Columns()
+        self._outdir = None if options.outdir is None else Path(options.outdir).absolute()
         self.peers = _peers(group, options)
+        _check_alike(group, self._stats)
         self.files = _files(self.peers, options)
         self.generation = self.files.run.generation if self.files else 0
         self._said_back = False
         self._noted_end = False
-        if self.files is not None:
-            self.files.begin(self._facts())
-        self.flow = Flow(
-            ranks=lambda selector: self._ranks(group, selector),
-            columns=self.columns,
-            sync_every=options.sync_every,
-            generation=self.generation,
-            went_back=self._went_back,
-            backends=self._backends(),
-            per_rank=PerRank(self.peers.identity.rank, self.where) if options.per_rank else None,
-        )
-        if self.files is not None and self.files.goes_on:
-            self.flow.order(self._replay)
+        try:
+            self.flow = self._begin(group)
+        except BaseException:
+            if self.files is not None:  # or whoever tries again would find the log locked
+                self.files.log.close()
+            raise
 
     @property
     def run_id(self) -> str | None:
@@ -128,8 +123,8 @@ class Run:
         """Give the run directory, or None while it is not known."""
         if self.files is not None:
             return self.files.directory
-        told = self._told("directory") or self.options.outdir
-        return Path(told) if told is not None else None
+        told = self._told("directory")
+        return self._outdir if told is None else Path(told)
 
     def series(self, name: str) -> Series:
         """Give the live values of one name.
@@ -218,6 +213,24 @@ class Run:
         """Give what the first rank said of the run; None while it has not."""
         return (self.flow.ranks.facts or {}).get(fact)
 
+    def _begin(self, group: Any) -> Flow:
+        """Write what is known, and start what goes on in the background."""
+        options = self.options
+        if self.files is not None:
+            self.files.begin(self._facts())
+        flow = Flow(
+            ranks=lambda selector: self._ranks(group, selector),
+            columns=self.columns,
+            sync_every=options.sync_every,
+            generation=self.generation,
+            went_back=self._went_back,
+            backends=self._backends,
+            per_rank=PerRank(self.peers.identity.rank, self.where) if options.per_rank else None,
+        )
+        if self.files is not None and self.files.goes_on:
+            flow.order(self._replay)
+        return flow
+
     def _backends(self) -> list[Background]:
         if self.files is None:
             return []
@@ -243,11 +256,6 @@ class Run:
         """Open the way to the other ranks; nothing of it blocks."""
         options = self.options
         if isinstance(group, InProcess):
-            if group.stats != self._stats:
-                raise OptionError(
-                    f"stats={self._stats!r}, but the ranks in this process reduce {group.stats!r}. "
-                    "Pass the same to in_process(n, stats=...)."
-                )
             return group
         local = options.distributed is False or any(map(switched_on, _LOCAL))
         if local or len(self.peers.ranks) == 1:
@@ -280,6 +288,14 @@ def _peers(group: Any, options: Options) -> Peers:
         return Peers(group.identity, tuple(range(group.identity.world_size)))
     directory = Path(options.outdir) if options.outdir is not None else None
     return discover(group=group, directory=directory)
+
+
+def _check_alike(group: Any, stats: Sequence[str]) -> None:
+    if isinstance(group, InProcess) and group.stats != stats:
+        raise OptionError(
+            f"stats={stats!r}, but the ranks in this process reduce {group.stats!r}. Pass the same "
+            "to in_process(n, stats=...)."
+        )
 
 
 def _files(peers: Peers, options: Options) -> RunFiles | None:

@@ -51,9 +51,10 @@ class RunFiles:
         if directory is None:
             run_id = run_id or mint_run_id()
             directory = Path(OUTPUTS) / run_id
-        directory = directory / part if part else directory
+        # As it is now: the program may well change to another directory later.
+        directory = (directory / part if part else directory).absolute()
         self.run = RunDirectory.open(directory, run_id, fresh=shared)
-        path = Path(jsonl_path) if jsonl_path else directory / f"{self.run.run_id}.jsonl"
+        path = Path(jsonl_path).absolute() if jsonl_path else directory / f"{self.run.run_id}.jsonl"
         # Where runs share a place, rows that are there are ours only if the run was named.
         ours = not jsonl_overwrite and (run_id is not None or not shared)
         self.goes_on = ours and _has_rows(path)
@@ -66,7 +67,7 @@ class RunFiles:
     @property
     def directory(self) -> Path:
         """Give the run directory."""
-        return self.run.path.absolute()
+        return self.run.path
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write what is known at the start."""

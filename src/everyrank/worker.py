@@ -141,12 +141,12 @@ class Worker(Generic[T]):
         """Wait until everything put so far is worked off; False at the deadline."""
         if self._closed or threading.current_thread() is self._thread:
             return self.idle
-        target, deadline = self._put, time.monotonic() + seconds
+        target = self._put
         self.ring()
         with self._room:
             self._room.wait_for(
                 lambda: (self._done >= target and not self._unfinished) or self._stop,
-                timeout=max(0.0, deadline - time.monotonic()),
+                timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)),
             )
             # Not what wait_for says: ended by `close` at its deadline is not the same as done.
             return self._done >= target and not self._unfinished
@@ -163,7 +163,8 @@ class Worker(Generic[T]):
         self.ring()
         # A work function that hangs must not hang us: the thread is a daemon and ends with us.
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=max(1.0, deadline - time.monotonic()))
+            left = max(1.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+            self._thread.join(timeout=left)
         return flushed and (self._at_end is None or not self.alive)
 
     def wait_for_room(self) -> None:

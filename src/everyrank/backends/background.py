@@ -23,6 +23,7 @@ class Guard:
         self.name = to.name
         self.failures = 0
         self.last_failure: str | None = None
+        self.behind = False  # whether the last flush, or the end, failed: records may not be there
         self._to = to
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
@@ -41,16 +42,20 @@ class Guard:
 
     def flush(self) -> None:
         """Flush, or count the failure."""
+        self.behind = False
         try:
             getattr(self._to, "flush", _nothing)()
         except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self.behind = True
             self._failed("flush", error)
 
     def close(self) -> None:
         """Close, or count the failure."""
+        self.behind = False
         try:
             self._to.close()
         except Exception as error:  # noqa: BLE001 - the border: no destination may hurt a run
+            self.behind = True
             self._failed("close", error)
 
     def _failed(self, what: str, error: Exception) -> None:
@@ -109,8 +114,10 @@ class Background:
             self._offer(batch, len(batch), lambda: batch.part(len(batch) - 1, len(batch)))
 
     def flush(self, seconds: float = 30.0) -> bool:
-        """Wait until what was written has reached the destination."""
-        return self._worker.flush(seconds)
+        """Wait until what was written has reached the destination; False if that failed."""
+        if self._to.behind:
+            self._worker.put((), wait=False)  # the disk may have room by now
+        return self._worker.flush(seconds) and not self._to.behind
 
     def close(self, seconds: float = 30.0) -> bool:
         """Flush, close the backend, end the thread."""
@@ -127,7 +134,7 @@ class Background:
                     seconds,
                     self._worker.waiting,
                 )
-        return self._delivered
+        return self._delivered and not self._to.behind
 
     def health(self) -> dict[str, int | str | None]:
         """Count what waits and what failed."""
