@@ -185,6 +185,8 @@ def test_a_note_travels_with_the_next_update(tmp_path):
         ({"transport": "carrier pigeon"}, "neither 'host'"),
         ({"group": [0], "mesh": [0]}, "pass one of them"),
         ({"backends": [print]}, "which is no backend: it needs `name`"),
+        ({"backends": print}, "must be a list"),
+        ({"keys": "loss"}, "Pass a list of names"),
         ({"run_id": "a/b"}, "must be a plain name without '/'"),
         ({"group": [1, 2]}, "the ranks are 0 to 0 by one process"),
     ],
@@ -357,6 +359,66 @@ def test_a_log_at_a_path_is_appended_to_or_begun_anew(tmp_path):
         with History(jsonl_path=path, jsonl_overwrite=overwrite) as history:
             history.update({"loss": 1.0})
         assert len(path.read_text().splitlines()) == expected
+
+
+def test_a_run_that_goes_on_keeps_its_config(tmp_path):
+    """Unless another one is given."""
+    for config, kept in (({"lr": 1}, {"lr": 1}), (None, {"lr": 1}), ({"lr": 2}, {"lr": 2})):
+        History(outdir=tmp_path, config=config).close()
+        assert facts(tmp_path)["config"] == kept
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [(SystemExit(0), "finished"), (SystemExit(3), "failed"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_how_a_run_ended_is_noted(tmp_path, ending, status):
+    """A program that exits in the middle of its run may have meant to."""
+
+    def train() -> None:
+        with History(outdir=tmp_path):
+            raise ending
+
+    with pytest.raises(type(ending)):
+        train()
+    assert facts(tmp_path)["status"] == status
+
+
+def test_a_value_that_cannot_be_read_costs_its_row_only(tmp_path, caplog):
+    """What comes before and after it is recorded, the row is counted, and close says so."""
+
+    class Odd(float):
+        def __float__(self) -> float:
+            raise RuntimeError("no number today")
+
+    history = History(outdir=tmp_path, sync_every=5)
+    for step in range(12):
+        history.update({"loss": Odd(1.0) if step == 7 else 1.0 * step})
+    assert history.close() is False
+    assert [row["step"] for row in rows(tmp_path)] == [s for s in range(12) if s != 7]
+    assert history.health()["lost_rows"] == 1
+    assert caplog.text.count("a value could not be read") == 1
+
+
+@pytest.mark.parametrize("inside", ["vmap", "fake"])
+def test_a_tensor_without_a_value_is_refused_at_the_call(tmp_path, inside):
+    """Inside a transformation there is nothing to copy yet, and the run goes on."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def transformed(history: History) -> None:
+        if inside == "vmap":
+            torch.func.vmap(lambda x: history.update({"c": x}) and x)(torch.ones(3))
+        else:
+            with FakeTensorMode():
+                history.update({"c": torch.ones(())})
+
+    with History(outdir=tmp_path) as history:
+        history.update({"loss": 1.0})
+        with pytest.raises(MetricError, match="inside a transformation of torch"):
+            transformed(history)
+        history.update({"loss": 2.0})
+    assert [row["loss"] for row in rows(tmp_path)] == [1.0, 2.0]
 
 
 def test_a_run_directory_has_one_writer(tmp_path):

@@ -169,6 +169,18 @@ def test_histories_find_their_own_peers(tmp_path):
         assert seen[1]["loss/mean"][1] == [10.5] * 5
 
 
+def test_histories_that_are_kept_in_other_places_are_told_apart(tmp_path):
+    """Two that are opened in another order on another rank meet by where they are kept."""
+    for seen in ranks(programs.in_other_order, 2, str(tmp_path), backend=None):
+        assert seen == {"a": [0.5], "b": [10.5]}
+
+
+def test_own_values_can_be_read_before_other_ranks_are_there(tmp_path):
+    """Only statistics wait for others; until they come they are empty, and no error."""
+    seen, _ = ranks(programs.late, 2, str(tmp_path))
+    assert seen == ([0.0, 1.0, 2.0], 0, 3, 1)
+
+
 def test_a_history_may_be_opened_in_branches(tmp_path):
     """Rank 0 opens it on another line than the others, with options of its own."""
     for seen in ranks(programs.branches, 3, str(tmp_path), False, backend=None):

@@ -129,6 +129,24 @@ def test_repeating_what_a_rewind_superseded_is_no_second_rewind():
     assert (steps.last, steps.rewinds) == (5, 1)
 
 
+def test_what_a_rewind_superseded_turns_nothing_back():
+    """A name whose rows are gone may come late, as if it had never been there."""
+    steps = Steps()
+    placed = [steps.place(names(name), step) for name, step in (("a", 5), ("b", 5), ("a", 3))]
+    placed.append(steps.place(names("b"), 2))
+    assert placed == [5, 5, 3, 2]
+    assert (steps.last, steps.rewinds) == (3, 1)
+
+
+def test_an_update_without_names_has_a_place_in_any_step():
+    """It takes up none, however many there are, and wherever the run is."""
+    steps = Steps()
+    assert [steps.place(names(text), None) for text in ("", "", "a", "", "a", "")] == [
+        *(0, 0, 0),
+        *(0, 1, 1),
+    ]
+
+
 def test_many_names_at_one_step_cost_no_more_each():
     """Ten thousand updates that share one step are placed, each looked at once."""
     steps = Steps()

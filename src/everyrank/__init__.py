@@ -21,6 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everyrank.backends.console import Console
+    from everyrank.backends.every import Every
     from everyrank.errors import (
         EveryrankError,
         MetricError,
@@ -37,6 +39,8 @@ __version__ = "0.1.0"
 
 #: Where each public name lives; it is imported when somebody asks for it.
 _HOMES = {
+    "Console": "backends.console",
+    "Every": "backends.every",
     "EveryrankError": "errors",
     "History": "history",
     "MetricError": "errors",
@@ -50,6 +54,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Console",
+    "Every",
     "EveryrankError",
     "History",
     "MetricError",
@@ -64,6 +70,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":  # for programs that say everyrank.testing without importing it
+        return import_module("everyrank.testing")
     if name not in _HOMES:
         raise AttributeError(f"module 'everyrank' has no attribute {name!r}")
     value = getattr(import_module(f"everyrank.{_HOMES[name]}"), name)

@@ -39,7 +39,7 @@ from everyrank.intake import Intake, Wait
 from everyrank.messages import log
 from everyrank.ranks.base import Ranks
 from everyrank.ranks.local import Alone
-from everyrank.records import Batch, Record, merged
+from everyrank.records import Batch, Record, merged, statistics_of
 from everyrank.window import Row, Window, pack
 from everyrank.worker import Worker, on_worker_thread
 
@@ -88,9 +88,12 @@ class Flow:
         self._queue: deque[Window | Order] = deque()
         self._width = 1  # values of the row that was started last
         self._after: dict[int, int] = {}  # of generations to come, the step after which they go on
+        self._rewound: list[tuple[int, int]] = []  # the same of those that have begun
         self._asked = False  # another rank wants what we have, and training held the lock
         self._recent: deque[Batch] = deque(maxlen=64)
         self._patience = _PATIENCE
+        self.lost = 0  # rows that could not be read
+        self._said_lost = False
         self._closing = threading.RLock()  # of the thread: a signal's handler may close it, too
         self._delivered = True
         selector = selectors.DefaultSelector()
@@ -122,6 +125,11 @@ class Flow:
         delivered = [o.flush(max(0.0, deadline - time.monotonic())) for o in self._outlets()]
         return recorded and all(delivered)
 
+    def own_rows(self) -> None:
+        """Hand on what is open, and wait until our own values can be read; for no other rank."""
+        self.intake.hand_over()
+        self._worker.flush(_LOCAL_PATIENCE, until=lambda: not self._queue)
+
     def settle_a_little(self) -> bool:
         """Settle for somebody who reads or prints, without ever making a habit of waiting.
 
@@ -136,6 +144,8 @@ class Flow:
         """Give the record of a recent row if it is there; waits a little if it is on its way."""
         found = self._look_up(row)
         if found is None and not self.intake.holds(row):
+            # It asks the other ranks as well: without being woken they look every 10 ms only.
+            self._worker.put(self.ranks.request_flush)
             self._wait_a_little()
             found = self._look_up(row)
         return found
@@ -161,6 +171,7 @@ class Flow:
             "waiting": self._worker.waiting,
             "unfinished_rows": self.ranks.unfinished,
             "failures": self._worker.failures,
+            "lost_rows": self.lost,
             **self.ranks.health(),
             "backends": {outlet.name: outlet.health() for outlet in outlets},
         }
@@ -193,7 +204,7 @@ class Flow:
         windows: list[Window] = []
         while self._queue:
             head = self._queue[0]
-            if isinstance(head, Window) and not head.ready():
+            if isinstance(head, Window) and not self._is_ready(head):
                 break
             self._queue.popleft()  # first, since an order that fails must not come again
             if isinstance(head, Window):
@@ -204,18 +215,77 @@ class Flow:
                 head()
         self._start(windows)
 
+    def _is_ready(self, window: Window) -> bool:
+        try:
+            return window.ready()
+        except Exception as error:  # noqa: BLE001 - the border: a device that is lost, most likely
+            self._say_lost(error)
+            return True  # what can be fetched of it still will be, row by row
+
     def _start(self, windows: Iterable[Window]) -> None:
-        for batch in merged(_packed(windows)):
+        for batch in merged(self._packed(windows)):
             self._width = len(batch.names) or 1
+            # Our own values can be read at once; the statistics come when they are known.
+            self._keep(batch)
             if self._per_rank is not None:
                 self._per_rank.write_batch(batch)
             self.ranks.start(batch)
 
-    def _hand_out(self, batch: Batch) -> None:
-        # With the first of its rows, since those before it may still be on their way until then.
+    def _packed(self, windows: Iterable[Window]) -> Iterator[Batch]:
+        """Pack windows together that are of one generation: ten rows cost little more than one."""
+        for generation, alike in groupby(windows, key=attrgetter("generation")):
+            rows = list(chain.from_iterable(window.rows for window in alike))
+            try:
+                batches = list(pack(rows))
+            except Exception as error:  # noqa: BLE001 - the border: a value may do anything
+                self._say_lost(error)
+                batches = self._one_by_one(rows)
+            for batch in batches:
+                yield replace(batch, generation=generation) if generation else batch
+
+    def _one_by_one(self, rows: Iterable[Row]) -> list[Batch]:
+        """Pack rows of which some cannot be, so that they cost themselves only."""
+        batches: list[Batch] = []
+        for row in rows:
+            try:
+                batches += pack([row])
+            except Exception as error:  # noqa: BLE001 - the border: a value may do anything
+                self.lost += 1
+                self._say_lost(error)
+        return batches
+
+    def _say_lost(self, error: Exception) -> None:
+        if not self._said_lost:
+            self._said_lost = True
+            log.error(
+                "a value could not be read, and costs the rows that hold it: %s: %s (said once; "
+                "history.health() counts the rows)",
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+    def _keep(self, batch: Batch) -> None:
+        """Add our own rows to the columns, after what the first of a generation supersedes."""
         for generation in [g for g in self._after if g <= batch.generation]:
-            self.columns.rewind(self._after.pop(generation))
+            after = self._after.pop(generation)
+            self._rewound.append((generation, after))
+            self.columns.rewind(after)
         self.columns.append(batch)
+
+    def _keep_statistics(self, batch: Batch) -> None:
+        """Add statistics to the columns, but for steps that a rewind has superseded meanwhile."""
+        steps = [after for generation, after in self._rewound if generation > batch.generation]
+        if steps:
+            live = batch.steps <= min(steps)
+            arrays = {name: getattr(batch, name)[live] for name in ("steps", "times", "numbers")}
+            batch = replace(batch, **arrays)
+        self.columns.append(batch)
+
+    def _hand_out(self, batch: Batch) -> None:
+        statistics = statistics_of(batch)
+        if statistics is not None:
+            self._keep_statistics(statistics)
         self._recent.append(_tail(batch))
         for backend in self.backends:
             backend.write_batch(batch)
@@ -262,6 +332,7 @@ class Flow:
                 self._worker.waiting,
                 seconds + _SLACK,
             )
+        finished &= not self.lost
         for outlet in self._outlets():
             # One that hangs has used up the time, but not that of the others.
             finished &= outlet.close(max(1.0, deadline - time.monotonic()))
@@ -275,11 +346,3 @@ def _tail(batch: Batch) -> Batch:
     part = batch.part(len(batch) - _TAIL, len(batch))
     arrays = {name: getattr(part, name).copy() for name in ("steps", "times", "numbers")}
     return replace(part, **arrays)
-
-
-def _packed(windows: Iterable[Window]) -> Iterator[Batch]:
-    """Pack windows together that are of one generation: ten of one row cost little more than one."""
-    for generation, alike in groupby(windows, key=attrgetter("generation")):
-        rows = chain.from_iterable(window.take() for window in alike)
-        for batch in pack(rows):
-            yield replace(batch, generation=generation) if generation else batch

@@ -38,6 +38,7 @@ from everyrank.reductions import DEFAULT_STATS
 from everyrank.run import Options, Run
 from everyrank.runfiles import PathLike
 from everyrank.series import Series
+from everyrank.stopwatch import StopWatch as StopWatch  # its users find both here
 from everyrank.summary import Summary
 from everyrank.window import Row, check_name
 from everyrank.worker import on_worker_thread
@@ -96,6 +97,8 @@ class History:
         per_rank: bool = False,
         transport: Literal["host", "device"] = "host",
     ) -> None:
+        if isinstance(keys, str):
+            raise OptionError(f"keys={keys!r} is one text. Pass a list of names: keys=[{keys!r}].")
         for key in keys or ():
             check_name(key)
         self.report_enabled = report_enabled
@@ -108,7 +111,7 @@ class History:
                 outdir=outdir,
                 run_id=run_id,
                 config=config,
-                backends=tuple(backends),
+                backends=backends,
                 sync_every=sync_every,
                 group=group,
                 mesh=mesh,
@@ -189,11 +192,10 @@ class History:
     # ---------------------------------------------------------------------------- looking
 
     def __getitem__(self, name: str) -> Series:
-        self._flow.settle_a_little()
         return self._run.series(name)
 
     def __contains__(self, name: object) -> bool:
-        self._flow.settle_a_little()
+        self._flow.own_rows()
         return name in self._run.columns.names
 
     def __len__(self) -> int:
@@ -210,7 +212,7 @@ class History:
     @property
     def steps(self) -> NDArray[np.int64]:
         """The steps that were recorded."""
-        self._flow.settle_a_little()
+        self._flow.own_rows()
         return self._run.columns.steps
 
     @property
@@ -329,7 +331,7 @@ class History:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close(self._timeout, "finished" if kind is None else "failed")
+        self._close(self._timeout, _status(kind, error))
 
     def __repr__(self) -> str:
         names = self._run.columns.names
@@ -360,6 +362,13 @@ def _abandon(run: Run) -> None:
         ).start()
     else:
         run.close(_AT_EXIT, "abandoned")
+
+
+def _status(kind: type[BaseException] | None, error: BaseException | None) -> str:
+    """Say how a run ended: by itself, by a program that had enough, by hand, or by an error."""
+    if kind is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished"
+    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
 
 
 def _site() -> str:

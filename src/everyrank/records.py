@@ -162,6 +162,23 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
+def statistics_of(batch: Batch) -> Batch | None:
+    """Give the statistics over ranks in a batch, without the rank's own values; None if it has none.
+
+    >>> statistics_of(Batch(np.array([0]), np.zeros(1), ("a",), np.ones((1, 1)), ("float",)))
+    """
+    at = [i for i, name in enumerate(batch.names) if STATISTIC.search(name)]
+    if not at:
+        return None
+    return replace(
+        batch,
+        names=tuple(batch.names[i] for i in at),
+        kinds=tuple(batch.kinds[i] for i in at),
+        numbers=batch.numbers[:, at],
+        extras=_NO_EXTRAS,
+    )
+
+
 def show(value: Any, *, precision: int = 6, format: str | None = None) -> str:
     """Show one value as a person reads it: floats with exactly `precision` decimals."""
     if isinstance(value, np.ndarray):

@@ -11,7 +11,8 @@ holds the History any more, it is closed like any other, within a bounded time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +82,9 @@ class Options:
                 f"transport={self.transport!r} is neither 'host' (the default: over host memory, "
                 "apart from training) nor 'device' (the accelerator's own collectives)."
             )
+        if not isinstance(self.backends, Iterable):
+            raise OptionError(f"backends={self.backends!r} must be a list: backends=[...].")
+        object.__setattr__(self, "backends", tuple(self.backends))
         for backend in self.backends:
             if not isinstance(backend, Backend):
                 raise OptionError(
@@ -127,19 +131,23 @@ class Run:
         return self._outdir if told is None else Path(told)
 
     def series(self, name: str) -> Series:
-        """Give the live values of one name.
+        """Give the live values of one name; only statistics are waited for.
 
         Without other ranks a value is its own statistics: nobody stores them, but a program that
         reads "loss/mean" should run on one process as well.
         """
         match = STATISTIC.search(name)
+        if match is None:
+            self.flow.own_rows()
+            return self.columns.series(name)
+        self.flow.settle_a_little()
         known = self.columns.names
-        base = name[: match.start()] if match else name
-        if match is None or name in known or base not in known or not self.flow.alone:
+        base = name[: match.start()]
+        if name in known or base not in known or match[1] not in self._stats:
             return self.columns.series(name)
         own = self.columns.series(base)
-        if own.values.dtype == object or match[1] not in self._stats:
-            return self.columns.series(name)
+        if not self.flow.alone or own.values.dtype == object:
+            return own.empty(name)  # it will come, or has no statistics
         me = np.array([self.peers.identity.rank])
         numbers = own.values.astype(np.float64)[None]
         (values,), _ = over_ranks(numbers, ranks=me, stats=[match[1]])
@@ -244,13 +252,17 @@ class Run:
         me, options = self.peers.identity, self.options
         some = len(self.peers.ranks) < me.world_size
         return {
-            "config": options.config,
+            # A run that goes on keeps the config that it was begun with, unless another is given.
+            **({} if options.config is None and self._has_config() else {"config": options.config}),
             "world_size": me.world_size,
             "launcher": me.source,
             "sync_every": options.sync_every,
             "stats": list(options.stats),
             **({"ranks": list(self.peers.ranks)} if some else {}),
         }
+
+    def _has_config(self) -> bool:
+        return self.files is not None and self.files.run.facts.get("config") is not None
 
     def _ranks(self, group: Any, selector: Any) -> Ranks:
         """Open the way to the other ranks; nothing of it blocks."""
@@ -271,7 +283,12 @@ class Run:
             return DeviceRanks(self.peers, **about)
         from everyrank.ranks.host import host_ranks
 
-        return host_ranks(self.peers, name=options.site, selector=selector, **about)
+        place = {
+            name: os.fspath(value)
+            for name in ("outdir", "jsonl_path", "run_id")
+            if (value := getattr(options, name)) is not None
+        }
+        return host_ranks(self.peers, name=options.site, place=place, selector=selector, **about)
 
 
 def _say_back(last: int, step: int) -> None:

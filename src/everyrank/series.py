@@ -32,6 +32,10 @@ class Series:
     steps: NDArray[np.int64]
     values: NDArray[Any]
 
+    def empty(self, name: str) -> Series:
+        """Give the series of another name that has no values yet."""
+        return Series(name, self.steps[:0], np.empty(0))
+
     def __len__(self) -> int:
         return len(self.values)
 

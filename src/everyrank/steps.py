@@ -53,7 +53,7 @@ class Steps:
             raise _no_step(step)
         if last is None or step > last:
             self.last = step
-            self._here = names
+            self._here = names or set()  # who has no names joins any step, also of its own kind
         elif step < last:
             self._go_back(names, step)
         elif self._here is not names and self._here is not _EVERYTHING:
@@ -86,8 +86,7 @@ class Steps:
             self.last = step
             self._here = names
             # The rows of all names from here on are superseded: to repeat them is no rewind.
-            for other, reached in self._reached.items():
-                self._reached[other] = min(reached, step)
+            self._reached = {o: reached for o, reached in self._reached.items() if reached < step}
 
 
 def as_step(value: Any) -> int:

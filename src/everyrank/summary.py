@@ -23,7 +23,10 @@ _NO_DESCRIPTION = Description()
 
 
 class Summary(UserString):
-    """A text like `step=42 loss=0.123456 loss/mean=0.123400`; whatever a str can do, it can do.
+    """A text like `step=42 loss=0.123456 loss/mean=0.123400`, with the methods of one.
+
+    It prints and formats as such; for what takes nothing but a str, such as `file.write`, make it
+    one: `str(summary)`.
 
     Until it is looked at it costs nothing: no device is read and no other rank is asked.
     """

@@ -376,6 +376,8 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
             f"{name!r} is a {type(value).__name__} of {framework} values, which would have to be "
             f"read one by one. Hand over one array, for example {_STACKS[framework]}({name})."
         )
+    if isinstance(value, np.ma.MaskedArray):
+        return value.astype(np.float64).filled(np.nan)  # what is masked is not known
     try:
         return np.array(value)
     except (TypeError, ValueError, OverflowError):

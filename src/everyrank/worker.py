@@ -137,19 +137,23 @@ class Worker(Generic[T]):
         with contextlib.suppress(OSError):  # full means that it is ringing; closed, that we end
             self._doorbell.send(b"\0")
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until everything put so far is worked off; False at the deadline."""
+    def flush(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Wait until everything put so far is worked off; False at the deadline.
+
+        `until` says when that is, if not only once nothing is unfinished.
+        """
         if self._closed or threading.current_thread() is self._thread:
             return self.idle
         target = self._put
+        enough = until or (lambda: not self._unfinished)
         self.ring()
         with self._room:
             self._room.wait_for(
-                lambda: (self._done >= target and not self._unfinished) or self._stop,
+                lambda: (self._done >= target and enough()) or self._stop,
                 timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)),
             )
             # Not what wait_for says: ended by `close` at its deadline is not the same as done.
-            return self._done >= target and not self._unfinished
+            return self._done >= target and enough()
 
     def close(self, seconds: float) -> bool:
         """Flush, end the thread, and let go of everything; True if nothing was left behind."""

@@ -108,10 +108,20 @@ def test_progress_shows_rate_and_time_left():
     """With total_steps a line begins with how far the run is; the rate is that of the records."""
     found = lines([{"loss": 1.0}] * 3, total_steps=1000, precision=1)
     assert found == [
-        "[   0/1000   0%   -- it/s  eta     --] loss=1.0",
-        "[   1/1000   0%  1.0 it/s  eta 16m39s] loss=1.0",
+        "[   1/1000   0%   -- it/s  eta     --] loss=1.0",
         "[   2/1000   0%  1.0 it/s  eta 16m38s] loss=1.0",
+        "[   3/1000   0%  1.0 it/s  eta 16m37s] loss=1.0",
     ]
+
+
+@pytest.mark.parametrize(("first", "shown"), [(0, "3/3"), (1, "2/3"), (2, "2/3")])
+def test_progress_ends_at_the_total_whether_steps_count_from_0_or_from_1(first: int, shown: str):
+    """The first step that is seen tells which; a resumed run begins at any."""
+    stream = io.StringIO()
+    console = Console(stream=stream, total_steps=3)
+    for step in range(first, 3):
+        console.write(Record(step, 1.0 * step))
+    assert f"[{shown} " in stream.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -132,9 +142,9 @@ def test_progress_shows_rate_and_time_left():
 def test_a_rate_is_told_as_a_person_says_it(seconds: float, speed: str, left: str):
     """Steps a second or seconds a step, days to seconds, and nothing where a clock tells none."""
     stream = io.StringIO()
-    console = Console(stream=stream, total_steps=901)
-    console.write(Record(0, 0.0))
-    console.write(Record(1, seconds))
+    console = Console(stream=stream, total_steps=902)
+    console.write(Record(1, 0.0))
+    console.write(Record(2, seconds))
     shown = stream.getvalue().splitlines()[1]
     assert f" {speed} " in shown
     assert shown.endswith(f"eta {left:>6}]")
@@ -148,7 +158,7 @@ def test_a_run_that_goes_back_begins_its_rate_anew():
         console.write(Record(step, time))
     speeds = [re.search(r"(\S+) it/s", line)[1] for line in stream.getvalue().splitlines()]  # type: ignore[index]
     assert speeds == ["--", "5.0", "5.0", "--", "2.0", "5.0"]
-    assert stream.getvalue().splitlines()[-1] == "[12/10 100%  5.0 it/s  eta     0s]"
+    assert stream.getvalue().splitlines()[-1] == "[13/10 100%  5.0 it/s  eta     0s]"
 
 
 RANKS = {

@@ -124,6 +124,39 @@ def two_at_once(rank, outdir):
     return tell(a, "loss/mean"), tell(b, "loss/mean")
 
 
+def in_other_order(rank, outdir):
+    """Open two Histories on one line, on rank 1 in the other order."""
+    names = ("a", "b") if rank == 0 else ("b", "a")
+    opened = {name: everyrank.History(outdir=f"{outdir}/{name}", timeout=30) for name in names}
+    for name, history in opened.items():
+        history.update({"loss": rank + 10.0 * (name == "b")})
+    for history in opened.values():
+        history.flush()
+    seen = {name: list(opened[name]["loss/mean"]) for name in "ab"}
+    for history in opened.values():
+        history.close()
+    return seen
+
+
+def late(rank, outdir):
+    """Read on rank 0 before rank 1 has opened its History."""
+    import torch.distributed as dist
+
+    seen = None
+    if rank == 0:
+        history = everyrank.History(outdir=outdir)
+        for step in range(3):
+            history.update({"loss": float(step)})
+        seen = list(history["loss"]), len(history["loss/mean"]), len(history), len(history.history)
+    dist.barrier()
+    if rank:
+        history = everyrank.History(outdir=outdir)
+        for _ in range(3):
+            history.update({"loss": 1.0})
+    history.close()
+    return seen
+
+
 def killed(rank, outdir, victim, at):
     """Log for as long as others do; one rank is killed by the system."""
     history = everyrank.History(outdir=outdir, timeout=20)
@@ -179,7 +212,9 @@ def quickstart(rank, outdir):
     lines = []
 
     class logger:  # noqa: N801 - the name in that program
-        info = lines.append
+        @staticmethod
+        def info(message):
+            lines.append(str(message))  # as a handler does, at once
 
     def train_step(step):
         import torch
@@ -197,7 +232,7 @@ def quickstart(rank, outdir):
 
     if rank == 0:
         history.finalize(outdir="./outputs")
-    return [str(line) for line in lines[:2]], history.run_id
+    return lines[:2], history.run_id
 
 
 def interleaved(rank, outdir, sync_every, steps):

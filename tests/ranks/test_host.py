@@ -23,7 +23,7 @@ from everyrank.ranks.base import Identity
 from everyrank.ranks.end import named
 from everyrank.ranks.hub import Hub
 from everyrank.ranks.local import in_process
-from everyrank.ranks.meeting import Errand, Note
+from everyrank.ranks.meeting import Errand, Meeting, Note
 from everyrank.ranks.spoke import Spoke
 from everyrank.ranks.store import DirectoryStore
 from everyrank.ranks.wire import Channel, Kind
@@ -70,7 +70,7 @@ class Star:
             end = Hub if rank == self.ranks[0] else Spoke
             peers = Peers(me, self.ranks, lambda: self.store)
             options = {**self.options, **options}
-            self.ends[rank] = end(peers, key=KEY, selector=selector, **options)
+            self.ends[rank] = end(peers, meeting=Meeting((KEY,)), selector=selector, **options)
         return self.ends[ranks[-1]]
 
     def meet(self, *ranks: int) -> Star:

@@ -226,6 +226,7 @@ class _Progress:
         self._total = total
         self._recent: deque[tuple[int, float]] = deque(maxlen=64)
         self._width = 0
+        self._first: int | None = None
 
     def show(self, record: Record) -> str:
         """Take note of a record and show where it stands."""
@@ -233,12 +234,15 @@ class _Progress:
             self._recent.clear()  # the run went back: the time to here is not the time of the way
         if not self._recent or record.step > self._recent[-1][0]:
             self._recent.append((record.step, record.time))
+        if self._first is None:
+            self._first = min(record.step, 1)  # steps count from 0 or from 1
+        done = record.step - self._first + 1
         rate = self._rate()
-        left = None if rate is None else max(0, self._total - record.step) / rate
-        share = min(100, 100 * record.step // self._total)
+        left = None if rate is None else max(0, self._total - done) / rate
+        share = max(0, min(100, 100 * done // self._total))
         speed = _speed(rate)
         self._width = max(self._width, len(speed), 9)
-        step = str(record.step).rjust(len(str(self._total)))
+        step = str(done).rjust(len(str(self._total)))
         return f"[{step}/{self._total} {share:>3}% {speed:>{self._width}}  eta {_span(left):>6}]"
 
     def _rate(self) -> float | None:

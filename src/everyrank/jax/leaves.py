@@ -8,33 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from everyrank.errors import MetricError
 
 Path = tuple[Any, ...]
+Tree = TypeVar("Tree")
+
+_ARRAYS = (jax.Array, np.ndarray)
 
 #: How the steps of a path through a tree hold their names.
 _STEPS = ("key", "idx", "name")
 
 
-class Leaves:
+class Leaves(Generic[Tree]):
     """The leaves of one tree, and which of them are arrays."""
 
-    def __init__(self, tree: Any, *, scalars: bool) -> None:
+    def __init__(self, tree: Tree, *, scalars: bool) -> None:
         """Find the arrays, those without dimensions only if `scalars` count."""
         self._tree = tree
         self._leaves, self._structure = jax.tree.flatten(tree)
-        self._picks = [i for i, leaf in enumerate(self._leaves) if self._is_array(i, leaf, scalars)]
-
-    @property
-    def arrays(self) -> list[Any]:
-        """Give the arrays, in the order of the tree."""
-        return [self._leaves[i] for i in self._picks]
+        self._picks: list[int] = []
+        #: The arrays, in the order of the tree.
+        self.arrays: list[Any] = []
+        for i, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, _ARRAYS):
+                self._check_no_array(i, leaf)
+            elif scalars or leaf.shape:
+                if not is_numeric(leaf.dtype):
+                    raise self._no_numbers(i, leaf)
+                self._picks.append(i)
+                self.arrays.append(leaf)
 
     @property
     def paths(self) -> list[Path]:
@@ -46,35 +55,39 @@ class Leaves:
         """Name an array by its position among the arrays."""
         return name_of(self.paths[position])
 
-    def with_arrays(self, values: Sequence[Any]) -> Any:
+    def with_arrays(self, values: Sequence[Any]) -> Tree:
         """Give the tree with these in place of its arrays."""
         leaves = list(self._leaves)
         for i, value in zip(self._picks, values, strict=True):
             leaves[i] = value
-        return jax.tree.unflatten(self._structure, leaves)
+        tree: Tree = jax.tree.unflatten(self._structure, leaves)
+        return tree
 
-    def _is_array(self, i: int, leaf: Any, scalars: bool) -> bool:
-        if isinstance(leaf, jax.Array | np.ndarray):
-            if not (leaf.ndim or scalars):
-                return False
-            if is_numeric(leaf.dtype):
-                return True
-            raise MetricError(
-                f"{self._any_name(i)!r} is {describe(leaf)}, which holds no numbers. Leave it out of "
-                "the metrics."
-            )
+    def check_alive(self) -> None:
+        """Refuse arrays that are no more, with the way out."""
+        for position, x in enumerate(self.arrays):
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+                raise MetricError(
+                    f"{self.name(position)!r} was deleted, or donated to a jitted function. Hand over "
+                    "what that function returned."
+                )
+
+    def _no_numbers(self, i: int, leaf: Any) -> MetricError:
+        return MetricError(
+            f"{self._any_name(i)!r} is {describe(leaf)}, which holds no numbers. Leave it out of the "
+            "metrics."
+        )
+
+    def _check_no_array(self, i: int, leaf: Any) -> None:
         dimensions = getattr(leaf, "ndim", 0)
         if isinstance(dimensions, int) and dimensions > 0:
             raise MetricError(
                 f"{self._any_name(i)!r} is {describe(leaf)}, and no array of JAX or numpy. Convert "
                 "it first, for example with jnp.asarray()."
             )
-        return False
 
     def _any_name(self, i: int) -> str:
-        return name_of(
-            tuple(map(_step, jax.tree_util.tree_flatten_with_path(self._tree)[0][i][0]))
-        )
+        return name_of(tuple(map(_step, jax.tree_util.tree_flatten_with_path(self._tree)[0][i][0])))
 
 
 def name_of(path: Path) -> str:
@@ -83,7 +96,7 @@ def name_of(path: Path) -> str:
 
 
 def _step(entry: Any) -> Any:
-    return next(getattr(entry, step) for step in _STEPS if hasattr(entry, step))
+    return next((getattr(entry, step) for step in _STEPS if hasattr(entry, step)), entry)
 
 
 @cache
@@ -94,5 +107,9 @@ def is_numeric(dtype: Any) -> bool:
 
 def describe(leaf: Any) -> str:
     """Say what an array is, for a message."""
-    kind = "an array" if isinstance(leaf, jax.Array) else f"a {type(leaf).__module__}.{type(leaf).__name__}"
+    kind = (
+        "an array"
+        if isinstance(leaf, jax.Array)
+        else f"a {type(leaf).__module__}.{type(leaf).__name__}"
+    )
     return f"{kind} of {getattr(leaf, 'dtype', 'objects')} and shape {tuple(leaf.shape)}"

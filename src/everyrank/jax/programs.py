@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,52 +39,57 @@ _ACROSS: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min
 
 _HOST, _TRACED = "host", "traced"
 
-
-class Job(NamedTuple):
-    """One array to reduce to one number: by which operator, and what else that needs."""
-
-    operator: str
-    operands: tuple[Any, ...]
+_Spec: Any = PartitionSpec  # which JAX leaves without types
 
 
-def reduce_whole(jobs: Sequence[Job]) -> list[Any]:
-    """Reduce every array over all of its elements."""
+#: An array to reduce to a number, and what else its operator needs.
+Operands = tuple[Any, ...]
+
+
+def reduce_whole(operators: Sequence[str], operands: Sequence[Operands]) -> list[Any]:
+    """Reduce each array over all of its elements, by an operator of its own."""
     groups: dict[Any, list[int]] = {}
-    for i, job in enumerate(jobs):
-        groups.setdefault(_place(job), []).append(i)
-    results: list[Any] = [None] * len(jobs)
+    for i, some in enumerate(operands):
+        groups.setdefault(_place(some), []).append(i)
+    results: list[Any] = [None] * len(operands)
     for place, members in groups.items():
-        some = [jobs[i] for i in members]
-        for i, value in zip(members, _reduce_at(place, some), strict=True):
+        names = tuple([operators[i] for i in members])
+        values = _reduce_at(place, names, [operands[i] for i in members])
+        for i, value in zip(members, values, strict=True):
             results[i] = value
     return results
 
 
-def _place(job: Job) -> Any:
-    """Say where a job is done: on the host, in a trace, on a mesh, or on some devices."""
-    if any(isinstance(x, Tracer) for x in job.operands):
-        return _TRACED
-    x = next((x for x in job.operands if isinstance(x, jax.Array)), None)
-    if x is None:
-        return _HOST
-    sharding = x.sharding
+def _place(operands: Operands) -> Any:
+    """Say where a reduction is done: on the host, in a trace, on a mesh, or on some devices."""
+    for x in operands:
+        if isinstance(x, Tracer):
+            return _TRACED
+    sharding = getattr(operands[0], "sharding", None)
+    return _HOST if sharding is None else _devices(sharding)
+
+
+@lru_cache(_PROGRAMS)
+def _devices(sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
         return sharding.mesh
     return frozenset(sharding.device_set)
 
 
-def _reduce_at(place: Any, jobs: Sequence[Job]) -> Sequence[Any]:
+def _reduce_at(
+    place: Any, operators: tuple[str, ...], operands: Sequence[Operands]
+) -> Sequence[Any]:
     if place is _HOST:
         with np.errstate(all="ignore"):  # 0 / 0 is NaN, as it is on a device
-            return [_whole(np, job.operator, job.operands)[()] for job in jobs]
+            return [_whole(np, *job)[()] for job in zip(operators, operands, strict=True)]
     if place is _TRACED:
-        return [_whole(jnp, job.operator, job.operands) for job in jobs]
-    operators = tuple(job.operator for job in jobs)
+        return [_whole(jnp, *job) for job in zip(operators, operands, strict=True)]
     if isinstance(place, Mesh) and _may_map_over(place):
-        program = packed(operators, tuple(job.operands[0].sharding for job in jobs))
+        program = packed(operators, tuple([x.sharding for x, *_ in operands]))
     else:
         program = plain(operators)
-    return program([job.operands for job in jobs])
+    results: Sequence[Any] = program(operands)
+    return results
 
 
 def _may_map_over(mesh: Mesh) -> bool:
@@ -93,7 +99,7 @@ def _may_map_over(mesh: Mesh) -> bool:
     return not context or context.empty or context == mesh.abstract_mesh
 
 
-def _whole(xp: Numpy, operator: str, operands: tuple[Any, ...]) -> Any:
+def _whole(xp: Numpy, operator: str, operands: Operands) -> Any:
     """Reduce one array as numpy would, whichever numpy it is."""
     row, x = OPERATORS[operator], operands[0]
     parts = [_fold(xp, part) for part in row.lift(xp, *operands)]
@@ -108,7 +114,7 @@ def _fold(xp: Numpy, part: Part) -> Any:
 def plain(operators: tuple[str, ...]) -> Any:
     """Compile a program for arrays on one device, or in pieces of which only XLA knows."""
 
-    def program(operands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def program(operands: Sequence[Operands]) -> list[Any]:
         return [_whole(jnp, *job) for job in zip(operators, operands, strict=True)]
 
     return jax.jit(program)
@@ -124,22 +130,25 @@ def packed(operators: tuple[str, ...], shardings: tuple[NamedSharding, ...]) -> 
         return plain(operators)
     rows = [OPERATORS[operator] for operator in operators]
 
-    def on_each_device(pieces: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    def on_each_device(pieces: Sequence[Operands]) -> list[list[Any]]:
         parts = [
-            [_once(Part(part.how, _fold(jnp, part)), axes, some) for part in row.lift(jnp, *operands)]
+            [
+                _once(Part(part.how, _fold(jnp, part)), axes, some)
+                for part in row.lift(jnp, *operands)
+            ]
             for row, operands, some in zip(rows, pieces, cut, strict=True)
         ]
         combined = iter(across([part for some in parts for part in some], axes))
         return [[next(combined) for _ in some] for some in parts]
 
-    def program(operands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def program(operands: Sequence[Operands]) -> list[Any]:
         pieces = [
-            tuple(spec if x.ndim else PartitionSpec() for x in some)
+            tuple(spec if x.ndim else _Spec() for x in some)
             for spec, some in zip(specs, operands, strict=True)
         ]
-        parts = _shard_map(
-            on_each_device, mesh=mesh, in_specs=(pieces,), out_specs=PartitionSpec()
-        )(operands)
+        parts = _shard_map(on_each_device, mesh=mesh, in_specs=(pieces,), out_specs=_Spec())(
+            operands
+        )
         return [
             row.finish(jnp, some, x.size, x.dtype)
             for row, some, (x, *_) in zip(rows, parts, operands, strict=True)
@@ -177,6 +186,12 @@ def across(parts: Sequence[Part], axes: Any) -> list[Any]:
     return combined
 
 
+def count_along(axes: Any) -> int:
+    """Count the devices along some axes; a NameError says that there is no such axis."""
+    count: int = _ACROSS["sum"](1, axes)  # worked out while tracing
+    return count
+
+
 def pack(values: Sequence[Any]) -> Any:
     """Lay arrays of one dtype behind each other."""
     return jnp.concatenate([jnp.ravel(value) for value in values])
@@ -194,8 +209,7 @@ def unpack(flat: Any, like: Sequence[Any]) -> list[Any]:
 
 def _shard_map(function: Callable[..., Any], **options: Any) -> Any:
     """Map over shards, wherever this version of JAX keeps that."""
-    if hasattr(jax, "shard_map"):
-        return jax.shard_map(function, **options)
-    from jax.experimental.shard_map import shard_map  # the place until 0.6
-
-    return shard_map(function, **options)
+    mapper: Any = getattr(jax, "shard_map", None)
+    if mapper is None:  # before 0.6
+        mapper = import_module("jax.experimental.shard_map").shard_map
+    return mapper(function, **options)

@@ -162,7 +162,8 @@ class DeviceRanks:
 
     def health(self) -> dict[str, Any]:
         """Say who is missing, and how many collectives there were."""
-        gone = {str(rank): "closed" for rank in sorted(self._gone)}
+        # Once we have left ourselves, that others have is as it should be.
+        gone = {} if self._left else {str(rank): "closed" for rank in sorted(self._gone)}
         return {"missing_ranks": gone, "late_rows": self._align.late, "collectives": self._rounds}
 
     # ------------------------------------------------------------------------------- rounds

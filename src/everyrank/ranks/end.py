@@ -12,7 +12,7 @@ from everyrank.ranks import Peers
 from everyrank.ranks.align import GRACE
 from everyrank.ranks.base import Identity
 from everyrank.ranks.join import OwnRows
-from everyrank.ranks.meeting import Aside
+from everyrank.ranks.meeting import Meeting
 from everyrank.ranks.wire import Channel
 from everyrank.records import Batch
 
@@ -26,8 +26,7 @@ class End:
         self,
         peers: Peers,
         *,
-        key: str,
-        aside: Aside | None = None,
+        meeting: Meeting,
         stats: Sequence[str],
         timeout: float,
         facts: Mapping[str, Any],
@@ -37,8 +36,7 @@ class End:
         self.identity: Identity = peers.identity
         self.facts: dict[str, Any] | None = None
         self._peers = peers
-        self._key = key
-        self._aside = aside
+        self._meeting = meeting
         self._stats = tuple(stats)
         self._timeout = timeout
         self._patience = min(GRACE, timeout)  # with ranks that have opened no History

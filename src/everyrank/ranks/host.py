@@ -24,7 +24,7 @@ from typing import Any
 
 from everyrank.ranks import Peers
 from everyrank.ranks.hub import Hub
-from everyrank.ranks.meeting import Aside
+from everyrank.ranks.meeting import Meeting
 from everyrank.ranks.spoke import Spoke
 
 #: How often Histories of one name were opened in this process, so that the n-th meets the n-th.
@@ -38,23 +38,35 @@ def host_ranks(
     peers: Peers,
     *,
     name: str,
+    place: Mapping[str, str] | None = None,
     stats: Sequence[str],
     timeout: float,
     facts: Mapping[str, Any],
     selector: selectors.BaseSelector,
 ) -> Hub | Spoke:
-    """Open this rank's end of the star; `name` tells one History of the program from another.
+    """Open this rank's end of the star; what is known of a History tells it from others.
 
-    It is the line that opens it, as in `train.py:main:12`. Ranks that open it on different lines of
-    one function, each in a branch of its own, meet a little later (see `meeting.Aside`).
+    `place` is where it is kept, as far as this rank was told: ranks that were told the same belong
+    together, and ranks that were told otherwise do not. Else `name` tells, the line that opens it,
+    as in `train.py:main:12`. Ranks that open it on different lines of one function, each in a branch
+    of its own, meet a little later (see `meeting.Meeting`).
     """
     _sites.add(name)
+    place = place or {}
+    told = [f"{key}={place[key]}" for key in ("outdir", "jsonl_path", "run_id") if key in place]
+    where = ["/".join(map(str, _counted(one, peers))) for one in told]
     around, n = _counted(name.rpartition(":")[0], peers)
     line, nth = _counted(name, peers)
     return (Hub if peers.identity.rank == peers.first else Spoke)(
         peers,
-        key=f"{line}/{nth}",
-        aside=Aside(f"{around}/{n}", f"{around}/{n + 1}", name, _sites),
+        meeting=Meeting(
+            keys=(*where, f"{line}/{nth}"),
+            aside=f"{around}/{n}",
+            after_aside=f"{around}/{n + 1}",
+            site=name,
+            sites=_sites,
+            place=place,
+        ),
         stats=stats,
         timeout=timeout,
         facts=facts,

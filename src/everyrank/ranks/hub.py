@@ -120,11 +120,10 @@ class Hub(End):
 
     def _write_note(self, port: int) -> bool:
         me = self.identity
-        site = self._aside.site if self._aside else ""
-        note = Note(me.host, addresses(me), port, self._door.token, site).dumps()
-        self._store.leave(self._key, note)
-        if self._aside:
-            self._store.leave(self._aside.key, note)
+        meeting, token = self._meeting, self._door.token
+        note = Note(me.host, addresses(me), port, token, meeting.site, dict(meeting.place)).dumps()
+        for key in (*meeting.keys, *([meeting.aside] if meeting.aside else [])):
+            self._store.leave(key, note)
         return True
 
     def _let_in(self, rank: int, host: str, channel: Channel) -> bool:

@@ -15,8 +15,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from everyrank.ranks.base import Identity
@@ -101,6 +101,7 @@ class Note:
     port: int
     token: str
     site: str = ""  # the line of the program that opened the History
+    place: Mapping[str, str] = field(default_factory=dict)  # where it is kept, if that was said
 
     def dumps(self) -> str:
         """Give the note as text."""
@@ -112,11 +113,16 @@ class Note:
         try:
             fields = json.loads(text)
             addresses = tuple(map(str, fields["addresses"]))
-            site = str(fields.get("site", ""))
+            place = {str(key): str(value) for key, value in fields.get("place", {}).items()}
             return cls(
-                str(fields["host"]), addresses, int(fields["port"]), str(fields["token"]), site
+                str(fields["host"]),
+                addresses,
+                int(fields["port"]),
+                str(fields["token"]),
+                str(fields.get("site", "")),
+                place,
             )
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, AttributeError):
             return None
 
     def doors(self, host: str) -> tuple[str, ...]:
@@ -126,23 +132,36 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
-    """A second place to meet, for ranks that open their History on different lines.
+class Meeting:
+    """Where the ranks of one History meet, among all that a program opens.
+
+    The first rank leaves its note under each of `keys`, and the others look at them in their order:
+    places where the run is kept, then the line of the program that opens it. A note of a History
+    that is kept elsewhere is none for us.
+
+    Ranks may also open it on different lines, in a branch for each:
 
         if rank == 0:
             history = History(backends=[Console()])
         else:
             history = History()
 
-    It is the function around these lines. A rank goes there only if nobody comes to the first place,
-    and talks only to one that was opened on a line of which this process has opened none, and that
-    is the last of that function: two Histories of one function are not taken for each other.
+    `aside` is the function around these lines. A rank goes there only if nobody comes to the other
+    places, and talks only to one that was opened on a line of which this process has opened none,
+    and that is the last of that function: two Histories of one function are not taken for each other.
     """
 
-    key: str
-    next_key: str  # of the one after it
-    site: str
-    sites: Collection[str]  # all lines on which this process has opened one, also later ones
+    keys: tuple[str, ...]
+    aside: str = ""
+    after_aside: str = ""  # the key of the one after it
+    site: str = ""
+    sites: Collection[str] = ()  # all lines on which this process has opened one, also later ones
+    place: Mapping[str, str] = field(default_factory=dict)
+
+    def kept_elsewhere(self, note: Note) -> bool:
+        """Say whether a note is of a History that is certainly another one."""
+        both = self.place.keys() & note.place.keys()
+        return any(self.place[name] != note.place[name] for name in both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +176,10 @@ class Met:
 class Search:
     """A rank's search for the first one."""
 
-    def __init__(
-        self, store: Store, key: str, identity: Identity, ranks: int, aside: Aside | None = None
-    ) -> None:
+    def __init__(self, store: Store, meeting: Meeting, identity: Identity, ranks: int) -> None:
         self._why = f"it has left no address in {store}"
         self._store = store
-        self._key = key
-        self._aside = aside
+        self._meeting = meeting
         self._began = time.monotonic()
         self._identity = identity
         # A store that serves thousands is asked by each of them less often.
@@ -194,16 +210,9 @@ class Search:
             self._errand.result.channel.close()
 
     def _look(self) -> Met | None:
-        text = self._store.look(self._key)
-        if text is None:
-            note = self._note_aside()
-            if note is None:
-                return None
-        else:
-            note = Note.loads(text)
-            if note is None:
-                self._why = f"what {self._store} holds of it cannot be read"
-                return None
+        note = self._note() or self._note_aside()
+        if note is None:
+            return None
         doors = note.doors(self._identity.host)
         for address in doors:
             met = self._knock(note, address)
@@ -212,15 +221,31 @@ class Search:
         self._why = f"it does not let us in at {' or '.join(doors)}, port {note.port}"
         return None
 
+    def _note(self) -> Note | None:
+        """Give the first note that is ours."""
+        for key in self._meeting.keys:
+            text = self._store.look(key)
+            if text is None:
+                continue
+            note = Note.loads(text)
+            if note is None:
+                self._why = f"what {self._store} holds of it cannot be read"
+            elif not self._meeting.kept_elsewhere(note):
+                return note
+        return None
+
     def _note_aside(self) -> Note | None:
-        """Give the note of the second place, once nobody has come to the first for a while."""
-        if self._aside is None or time.monotonic() - self._began < _ASIDE_AFTER:
+        """Give the note of the last place, once nobody has come to the others for a while."""
+        meeting = self._meeting
+        if not meeting.aside or time.monotonic() - self._began < _ASIDE_AFTER:
             return None
-        text = self._store.look(self._aside.key)
-        if text is None or self._store.look(self._aside.next_key) is not None:
+        text = self._store.look(meeting.aside)
+        if text is None or self._store.look(meeting.after_aside) is not None:
             return None
         note = Note.loads(text)
-        return note if note is not None and note.site not in self._aside.sites else None
+        if note is None or note.site in meeting.sites or meeting.kept_elsewhere(note):
+            return None
+        return note
 
     def _knock(self, note: Note, address: str) -> Met | None:
         """Go to one address, and wait until somebody there says that we belong together."""

@@ -102,15 +102,15 @@ class Spoke(End):
     def health(self) -> dict[str, Any]:
         """Say what became of the first rank, if it is not there, and what came late."""
         state = self._over or (None if self._in_step or self._channel else "absent")
-        missing = {str(self._peers.first): state} if state and not self._left else {}
+        # Once we have said goodbye ourselves, that it has closed is as it should be.
+        missed = state == "gone" or (state and not self._left)
+        missing = {str(self._peers.first): state} if missed else {}
         return {"missing_ranks": missing, "late_rows": self._late}
 
     def _meet(self) -> None:
         """Take up the connection if the first rank has been found."""
         if self._search is None:
-            self._search = Search(
-                self._store, self._key, self.identity, len(self._peers.ranks), self._aside
-            )
+            self._search = Search(self._store, self._meeting, self.identity, len(self._peers.ranks))
         met = self._search.met()
         if met is None:
             return
@@ -168,7 +168,8 @@ class Spoke(End):
         self._over = "gone"
         if not self._left:
             log.warning(
-                "%s is gone: %s. Rank %d records its own values alone from here on.",
+                "%s is gone: %s. Rank %d records its own values alone from here on; the run's log, "
+                "which that rank wrote, ends here (per_rank=True keeps one for each rank).",
                 named(self._host, self._host),
                 why,
                 self.identity.rank,

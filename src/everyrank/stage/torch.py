@@ -9,7 +9,7 @@ them in stream order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -38,6 +38,11 @@ _READABLE = {
     )
     if hasattr(torch, name)
 }
+
+#: Whether a tensor is one that torch.func follows through a function: it has no value of its own.
+_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda tensor: False
+)
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}  # used by background threads only
 
@@ -198,8 +203,15 @@ class _Group:
         if self.picks is not None:
             values = [values[i] for i in self.picks]
         if self.scalars:
-            return torch.stack(values, out=out)
-        return torch.cat([value.reshape(-1) for value in values], out=out)
+            joined = torch.stack(values, out=out)
+        else:
+            joined = torch.cat([value.reshape(-1) for value in values], out=out)
+        if type(joined) is not torch.Tensor or _wrapped(joined):
+            raise MetricError(
+                "update() was called inside a transformation of torch (vmap, grad, fake tensors), "
+                "where values do not exist yet. Return them from it, and hand them over outside."
+            )
+        return joined
 
 
 class _Plan:
