@@ -205,7 +205,7 @@ def test_an_option_that_cannot_be_honoured_is_refused_at_the_call(tmp_path, opti
         ({"big": np.zeros((300, 300))}, r"'big' is an array of shape \(300, 300\), which is too"),
         ({"loss/mean": 1.0}, "ends in '/mean', which is kept for statistics over ranks"),
         ({"time": 1.0}, "'time' is a column of every record already"),
-        ({3: 1.0}, "the key 3 is a int, but names are text"),
+        ({3: 1.0}, "the key 3 is of type int, but names are text"),
         ({"loss": 1.0, "step": "five"}, "step='five' .str. is no whole number"),
         ([("loss", 1.0)], "and no dict"),
     ],

@@ -218,11 +218,11 @@ def test_a_note_is_copied_when_it_is_noted():
     ("name", "value", "pattern"),
     [
         ("x", object(), "'x' is <object .*neither a number"),
-        ("x", {"a": 1}, "'x' is {'a': 1}, a dict: neither a number"),
+        ("x", {"a": 1}, r"'x' is {'a': 1} \(of type dict\): neither a number"),
         ("x", np.zeros(70_000), "'x' is an array of shape"),
         ("x/mean", 1.0, "kept for statistics"),
         ("step", 3, "the step is no note: hand it over with an update"),
-        (3, 1.0, "the key 3 is a int"),
+        (3, 1.0, "the key 3 is of type int"),
     ],
 )
 def test_a_note_is_refused_when_it_is_noted(name: Any, value: Any, pattern: str):

@@ -146,7 +146,6 @@ def test_what_is_no_array_with_dimensions_passes_through(way):
 def test_trees_keep_their_structure():
     """Dicts in lists in tuples, named tuples and empty ones too; also a bare array is a tree."""
     x = jnp.arange(4.0)
-    tree = {"a": [x, (x, "t")], "b": Point(x, {"c": None}), "d": {}, 3: x} if False else None
     tree = {"a": [x, (x, "t")], "b": Point(x, {"c": None}), "d": {}}
     got = reduce_sum(tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
@@ -160,8 +159,8 @@ def test_values_and_names_are_no_reason_to_compile():
     """Other values, other names, other texts beside them: the program is the one that there is."""
     traced = []
 
-    def traces(_name, _seconds, **_):
-        traced.append(_name)
+    def hear(event, _seconds, **_):
+        traced.append(event)
 
     def reduce(offset, names):
         return reduce_custom(
@@ -170,15 +169,15 @@ def test_values_and_names_are_no_reason_to_compile():
         )
 
     reduce(0.5, "ab")
-    jax.monitoring.register_event_duration_secs_listener(traces)
+    jax.monitoring.register_event_duration_secs_listener(hear)
     try:
-        assert reduce(1.5, "ab")["a"] == 7.5
-        assert reduce(2.5, "cd")["c"] == 8.5
+        assert float(reduce(1.5, "ab")["a"]) == 7.5
+        assert float(reduce(2.5, "cd")["c"]) == 8.5
         assert not [name for name in traced if "compile" in name or "trace" in name]
         reduce_mean({"a": jnp.arange(11.0)})
         assert [name for name in traced if "backend_compile" in name]
     finally:
-        jax.monitoring.unregister_event_duration_listener(traces)
+        jax.monitoring.unregister_event_duration_listener(hear)
 
 
 # ---------------------------------------------------------------- numbers
@@ -218,7 +217,7 @@ def test_whole_numbers_of_numpy_are_never_cut():
     x = np.array([2**40, 2**40 + 2])
     assert reduce_mean({"x": x})["x"] == 2**40 + 1
     assert reduce_max({"x": x})["x"] == 2**40 + 2
-    assert reduce_weighted_mean({"x": x}, jnp.ones(2))["x"] == 2**40
+    assert float(reduce_weighted_mean({"x": x}, jnp.ones(2))["x"]) == 2**40
     assert reduce_weighted_mean({"x": jnp.ones(2)}, x)["x"] == 1
 
 
@@ -296,8 +295,10 @@ def test_an_operator_that_does_not_exist_is_refused():
         "did you mean 'max'",
     ):
         reduce_custom(x, {"loss": "maxx"})
-    with pytest.raises(OptionError, match=r"'median' is no .* or None to leave the array as it is"):
-        reduce_custom(x, {"other": "median"})
+    with pytest.raises(
+        OptionError, match=r"'harmonic' is no .* or None to leave the array as it is"
+    ):
+        reduce_custom(x, {"other": "harmonic"})
     with pytest.raises(OptionError, match=r"reduce_fn\['loss'\]=3 is no operator"):
         reduce_custom(x, {"loss": 3})  # type: ignore[dict-item]
 
@@ -484,8 +485,10 @@ def test_every_exported_name_is_there_and_says_what_it_is(name):
 def test_the_table_of_homes_is_the_list_of_names():
     """Nothing is exported twice or by accident; what is not there is an AttributeError."""
     assert sorted(everyrank.jax.__all__) == sorted(everyrank.jax._HOMES) == everyrank.jax.__all__
-    with pytest.raises(AttributeError, match=r"module 'everyrank.jax' has no attribute 'reduce'"):
-        _ = everyrank.jax.reduce_all
+    with pytest.raises(
+        AttributeError, match=r"module 'everyrank.jax' has no attribute 'reduce_al'"
+    ):
+        _ = everyrank.jax.reduce_al
 
 
 def test_the_room_can_be_entered_without_jax():

@@ -204,5 +204,5 @@ def test_what_is_no_whole_number_is_no_step(value):
 def test_a_step_on_a_device_is_not_read():
     """A tensor is refused as a step, since it would have to be waited for."""
     torch = pytest.importorskip("torch")
-    with pytest.raises(MetricError, match="step is a Tensor, which would have to be read"):
+    with pytest.raises(MetricError, match="step is of type Tensor, which would have to be read"):
         as_step(torch.tensor(3))

@@ -279,7 +279,7 @@ class Opaque:
 def test_what_is_no_metric_is_named(value: Any):
     """What is neither number, array nor text is refused with key, value, type and a way out."""
     kind = re.escape(type(value).__name__)
-    pattern = rf"^'x' is .*, a {kind}: neither a number, nor an array of numbers, nor a text\. Hand"
+    pattern = rf"^'x' is .* \(of type {kind}\): neither a number, nor an array of numbers, nor a text\. Hand"
     with pytest.raises(MetricError, match=pattern) as caught:
         records({"ok": 1.0, "x": value})
     assert len(str(caught.value)) < 400
@@ -296,7 +296,7 @@ def test_what_is_too_large_is_data(value: Any):
 @pytest.mark.parametrize("key", [3, None, ("a", "b"), b"loss"], ids=repr)
 def test_a_key_is_a_text(key: Any):
     """A key of another type is refused, also in a dict in the dict, and shown as a text."""
-    pattern = re.escape(f"the key {key!r} is a {type(key).__name__}, but names are text: use ")
+    pattern = re.escape(f"the key {key!r} is of type {type(key).__name__}, but names are text: use ")
     for update in ({key: 1.0}, {"a": {key: 1.0}}):
         with pytest.raises(MetricError, match=pattern):
             records(update)

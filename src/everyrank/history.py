@@ -13,9 +13,9 @@
 Create a History on every rank whose numbers count, and call `update` there. Nothing else must be
 done together: ranks may log other keys, at other steps, or close at another time.
 
-What waits, and for how long: `update` never, unless the bounded queue is full; printing its result
-and reading the history wait for other ranks for two seconds altogether at most, however often they
-come too early; `flush`, `close` and `finalize` up to `timeout` seconds.
+What waits, and for how long: `update` never, unless the bounded queue is full; reading own values
+for our own thread; printing a summary and reading statistics for other ranks, and if these do not
+come, two seconds altogether at most; `flush`, `close` and `finalize` up to `timeout` seconds.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class History:
 
         Values may be numbers, tensors of any device, small arrays, texts, None, or dicts of these,
         whose keys are joined with `/`. They are copied at once where they lie. The step is `step`,
-        or the key "step", or counted. `use_wandb=False` leaves W&B out.
+        or the key "step", or counted. `use_wandb=False` leaves W&B out. With `sync_every` above 1,
+        the line has statistics only if its window was the last to close.
 
             print(history.update({"loss": loss, "lr": 3e-4}))   # step=42 loss=0.123456 ...
         """
@@ -250,7 +251,11 @@ class History:
         return to_pandas(self._run.columns)
 
     def to_xarray(self) -> xr.Dataset:
-        """Give a Dataset in which each group of names has a step coordinate of its own."""
+        """Give a Dataset of float64 in which each group of names has a step coordinate of its own.
+
+        netCDF has no "/" in names: `eval/loss` is the variable `eval.loss` along `step_eval`, and
+        its attribute `name` holds the true name. Texts are left out, and `left_out` names them.
+        """
         from everyrank.report.frames import to_xarray
 
         self._flow.settle_a_little()

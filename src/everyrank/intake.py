@@ -138,8 +138,8 @@ class Intake:
     def _add(self, metrics: Mapping[str, Any], step: Any, skip: frozenset[str]) -> Row:
         if type(metrics) is not dict and not isinstance(metrics, Mapping):
             raise MetricError(
-                f"metrics={metrics!r} is a {type(metrics).__name__}, and no dict. Hand over names "
-                'with their values, for example {"loss": loss}.'
+                f"metrics={metrics!r} is of type {type(metrics).__name__}, and no dict. Hand over "
+                'names with their values, for example {"loss": loss}.'
             )
         layout, values = self._find(metrics, tuple(metrics.values()))
         if layout.step_at is not None:

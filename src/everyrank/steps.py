@@ -93,7 +93,7 @@ def as_step(value: Any) -> int:
     """Give a step as an int, or say why it is none; never reads a device."""
     if framework_of(type(value)):
         raise MetricError(
-            f"step is a {type(value).__name__}, which would have to be read from its device. Count "
+            f"step is of type {type(value).__name__}, which would have to be read from its device. Count "
             "steps on the host, and hand over an int."
         )
     try:

@@ -400,7 +400,7 @@ def _framework_in(values: Iterable[Any]) -> str | None:
 def _check_text(name: Any) -> None:
     if not isinstance(name, str):
         raise MetricError(
-            f"the key {name!r} is a {type(name).__name__}, but names are text: use {str(name)!r}."
+            f"the key {name!r} is of type {type(name).__name__}, but names are text: use {str(name)!r}."
         )
 
 
@@ -429,6 +429,6 @@ def check_name(name: Any) -> None:
 def _no_metric(name: str, value: Any) -> MetricError:
     shown = " ".join(reprlib.repr(value).split())  # on one line
     return MetricError(
-        f"{name!r} is {shown}, a {type(value).__name__}: neither a number, nor an array of numbers, "
-        "nor a text. Hand over a number, for example float(...), or str(...) to keep it as a text."
+        f"{name!r} is {shown} (of type {type(value).__name__}): neither a number, nor an array of "
+        "numbers, nor a text. Hand over a number, for example float(...), or str(...) to keep it as a text."
     )

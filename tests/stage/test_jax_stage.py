@@ -174,7 +174,10 @@ def test_a_constant_inside_jit_has_no_copy_there():
             lambda: jnp.complex64(1j),
             r"'x' is an array of complex64, which are no real numbers.*abs",
         ),
-        (lambda: jax.random.key(0), "'x' is .*, a PRNGKeyArray: neither a number, nor an array"),
+        (
+            lambda: jax.random.key(0),
+            r"'x' is .* \(of type PRNGKeyArray\): neither a number, nor an array",
+        ),
         (lambda: jnp.zeros((256, 257)), r"'x' is an array of shape \(256, 257\).*x\.mean\(\)"),
         (lambda: [jnp.float32(1)], r"'x' is a list of jax values.*example jnp\.stack\(x\)"),
         (lambda: jax.ShapeDtypeStruct((), jnp.float32), "neither a number, nor an array"),

@@ -151,7 +151,8 @@ def _locked(path: Path) -> int:
         os.close(file)
         raise RunDirectoryError(
             f"`{path}` is being written by another process, or by a History of this one that is "
-            "still open. Close that one first, or choose another path or run directory."
+            "still open. Close that one first (history.close()), or choose another path or run "
+            "directory."
         ) from error
     except OSError:
         pass  # a filesystem without locks: the promise of one writer is then the user's

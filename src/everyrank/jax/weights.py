@@ -37,8 +37,8 @@ def _look_up(weights: Any, path: Path) -> Any:
         if _is_one(weights):
             break
         try:
-            of_items = isinstance(weights, Mapping | Sequence)
-            weights = weights[step] if of_items else getattr(weights, step)
+            has_items = isinstance(weights, Mapping) or isinstance(step, int)
+            weights = weights[step] if has_items else getattr(weights, step)
         except (KeyError, IndexError, TypeError, AttributeError):
             raise MetricError(
                 f"There is no weight for {name_of(path)!r}. `weights` must be an array, a number, or a "
