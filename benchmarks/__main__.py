@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.harness import Table, machine, machine_word, verdict
 
 #: In the order in which a reader would ask.
-NAMES = ("update_cost", "paced", "tensors", "ranks", "lag", "memory", "imports")
+NAMES = ("update_cost", "paced", "tensors", "ranks", "lag", "memory", "imports", "jax_reduce")
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from operator import itemgetter
 
+import jax
+import jax.numpy as jnp
 import jax_programs
 import numpy as np
 import pytest
 
+from everyrank.errors import MetricError, OptionError
+from everyrank.jax import (
+    all_gather,
+    reduce_max_collective,
+    reduce_mean_collective,
+    reduce_weighted_mean_collective,
+)
 from everyrank.testing import run_ranks
 
 PATIENT = 150  # seconds; only there to end a hang
@@ -93,39 +104,29 @@ def test_in_flax_under_a_mesh_the_results_are_the_eager_ones(on_eight):
 # ---------------------------------------------------------------- collectives
 
 
-NUMPY = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
+NUMPY = {name: partial(getattr(np, name), axis=0) for name in jax_programs.COLLECTIVES}
 
 
 @pytest.mark.parametrize("names", ["a", ("a", "b"), ["b"]], ids=str)
 def test_collectives_reduce_each_element_over_the_devices_of_some_axes(on_eight, names):
     """Every array of a tree, in its own shape and dtype; what is no array passes through."""
     got, held, weights = on_eight(jax_programs.collectives_of_a_tree, names)
-    devices = np.arange(8).reshape(4, 2)
-    groups = {"a": devices.T, "b": devices}.get(
-        names[0] if len(names) == 1 else "", devices.ravel()[None]
-    )
-    wide = jax_programs.jax.tree.map(lambda *leaves: np.stack(leaves).astype(float), *held)
-    for group in groups:
-        for name, way in NUMPY.items():
-            want = jax_programs.jax.tree.map(lambda x, way=way: way(x[group], axis=0), wide)
-            assert_close(got[name], want, group)
-        want = jax_programs.jax.tree.map(
-            lambda x: np.average(x[group], axis=0, weights=weights[group]), wide
-        )
-        assert_close(got["weighted"], want, group)
     assert str(got["mean"]["number"].dtype) == "float32"
     assert str(got["max"]["truth"].dtype) == "bool"
     assert str(got["sum"]["truth"].dtype) == "int32"
     assert str(got["mean"]["nested"]["matrix"].dtype) == "bfloat16"
     assert got["sum"]["nested"]["none"] is None
-
-
-def assert_close(got, want, group):
-    def check(got, want):
+    got, held = [jax.tree.map(lambda x: x.astype(float), tree) for tree in (got, held)]
+    devices = np.arange(8).reshape(4, 2)
+    for group in {"a": devices.T, "['b']": devices}.get(str(names), devices.reshape(1, 8)):
+        of_group = jax.tree.map(lambda *x: np.stack(x), *[held[device] for device in group])
+        want = {name: jax.tree.map(way, of_group) for name, way in NUMPY.items()}
+        average = partial(np.average, axis=0, weights=weights[group])
+        want["weighted"] = jax.tree.map(average, of_group)
         for device in group:
-            np.testing.assert_allclose(got[device].astype(float), want, rtol=1e-2)
-
-    jax_programs.jax.tree.map(check, got, want)
+            of_device = jax.tree.map(itemgetter(device), got)
+            close = jax.tree.map(partial(np.allclose, rtol=1e-2), of_device, want)
+            assert jax.tree.all(close), (names, device)
 
 
 def test_a_tree_is_a_collective_for_each_dtype_that_is_combined(on_eight):
@@ -137,7 +138,7 @@ def test_a_tree_is_a_collective_for_each_dtype_that_is_combined(on_eight):
 
 def test_all_gather_gives_every_device_what_all_hold(on_eight):
     """In the order of the devices, behind a new first dimension; also over several axes."""
-    got, both = on_eight(jax_programs.gathered)
+    got, both, everywhere = on_eight(jax_programs.gathered)
     rows = np.arange(16.0).reshape(8, 2)
     assert got["none"] is None
     for device in range(8):
@@ -146,6 +147,7 @@ def test_all_gather_gives_every_device_what_all_hold(on_eight):
         assert (got["true"][device] == (rows.sum(axis=1) > 3)).all()
     assert got["true"].dtype == bool
     assert (both == np.arange(8.0)).all()
+    assert everywhere.tolist() == np.arange(8.0).tolist()
 
 
 def test_collectives_work_in_pmap(on_eight):
@@ -164,12 +166,14 @@ def test_an_axis_that_does_not_exist_is_refused_with_those_that_do(on_eight):
     told = on_eight(jax_programs.refusals)
     assert {kind for kind, _ in told.values()} == {"OptionError"}
     assert told["unknown"][1] == (
-        "axis_name='rows' is no axis here: there is 'a', 'b'. Pass one of these, or a tuple of "
+        "axis_name='rows' is no axis here. Mapped over: 'a', 'b'. Pass one of these, or a tuple of "
         "several."
     )
-    assert told["one of two"][1].startswith("axis_name=('a', 'rows') is no axis here: there is 'a'")
-    assert told["default"][1].startswith("axis_name='batch' is no axis here: there is 'a', 'b'.")
-    assert told["not mapped"][1].startswith("axis_name='b' is no axis here: there is 'a'. Pass")
+    assert told["one of two"][1].startswith("axis_name=('a', 'rows') is no axis here. Mapped over")
+    assert told["default"][1].startswith(
+        "axis_name='batch' is no axis here. Mapped over: 'a', 'b'."
+    )
+    assert told["not mapped"][1].startswith("axis_name='b' is no axis here. Mapped over: 'a'. Pass")
     assert told["a number"][1].startswith("axis_name=1 is no axis here")
 
 
@@ -221,30 +225,39 @@ def test_a_collective_outside_of_shard_map_says_what_to_use_instead(name):
         rf"jax.shard_map or pmap, which name the axes. Outside of them, also under jit, use "
         rf"reduce_{name} on the whole arrays."
     )
-    for call in (collective, jax_programs.jax.jit(collective)):
-        with pytest.raises(jax_programs.EveryrankError, match=message):
+    for call in (collective, jax.jit(collective)):
+        with pytest.raises(OptionError, match=message):
             call({"x": np.ones(2)})
 
 
 def test_the_other_collectives_say_what_to_use_instead():
     """A weighted mean of the whole, and lists on the host."""
+    x = {"x": np.ones(2)}
+    with pytest.raises(OptionError, match=r"under jit, use reduce_weighted_mean on the whole"):
+        reduce_weighted_mean_collective(x, 1.0, "rows")
     with pytest.raises(
-        jax_programs.EveryrankError, match=r"under jit, use reduce_weighted_mean on"
+        OptionError, match=r"all_gather is .* Outside of them, use collect_from_dev"
     ):
-        jax_programs.er.reduce_weighted_mean_collective({"x": np.ones(2)}, 1.0, "rows")
-    with pytest.raises(
-        jax_programs.EveryrankError, match=r"all_gather is .* Outside of them, use collect_from_dev"
-    ):
-        jax_programs.er.all_gather({"x": np.ones(2)})
+        all_gather(x)
 
 
 def test_collectives_work_under_vmap_with_a_named_axis():
-    """There is an axis, if no device; complex numbers still have no largest."""
-    jax, er = jax_programs.jax, jax_programs.er
-    x = jax.numpy.arange(4)
-    got = jax.vmap(
-        lambda x: er.reduce_mean_collective({"x": x, "s": "t"}, "v")["x"], axis_name="v"
-    )(x)
+    """There is an axis, if no device; and complex numbers have no largest there, either."""
+
+    def over(function):
+        return jax.vmap(function, axis_name="v")(jnp.arange(4))
+
+    got = over(lambda x: reduce_mean_collective({"x": x, "text": "t"}, "v")["x"])
     assert got.tolist() == [1.5] * 4
-    with pytest.raises(ValueError, match=r"'z' is .* complex64 .* complex numbers have no max"):
-        jax.vmap(lambda x: er.reduce_max_collective({"z": x * 1j}, "v"), axis_name="v")(x)
+    with pytest.raises(MetricError, match=r"'z' is .* complex64 .* complex numbers have no max"):
+        over(lambda x: reduce_max_collective({"z": x * 1j}, "v"))
+
+
+def test_weights_of_a_collective_fit_their_values():
+    """As those of whole arrays do."""
+    with pytest.raises(
+        MetricError, match=r"weights of 'x' have the shape \(3,\), but it has the sh"
+    ):
+        jax.vmap(
+            lambda x: reduce_weighted_mean_collective({"x": x}, jnp.ones(3), "v"), axis_name="v"
+        )(jnp.ones((4, 2)))

@@ -145,7 +145,7 @@ class Flow:
         found = self._look_up(row)
         if found is None and not self.intake.holds(row):
             # It asks the other ranks as well: without being woken they look every 10 ms only.
-            self._worker.put(self.ranks.request_flush)
+            self.order(self.ranks.request_flush)
             self._wait_a_little()
             found = self._look_up(row)
         return found
@@ -234,7 +234,7 @@ class Flow:
     def _packed(self, windows: Iterable[Window]) -> Iterator[Batch]:
         """Pack windows together that are of one generation: ten rows cost little more than one."""
         for generation, alike in groupby(windows, key=attrgetter("generation")):
-            rows = list(chain.from_iterable(window.rows for window in alike))
+            rows = list(chain.from_iterable(window.take() for window in alike))
             try:
                 batches = list(pack(rows))
             except Exception as error:  # noqa: BLE001 - the border: a value may do anything

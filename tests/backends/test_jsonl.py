@@ -291,3 +291,19 @@ def steps_in_whole_lines(path: Path) -> list[int]:
     steps = [record.step for record in jsonlines.read(path, problems=problems)]
     assert problems == []
     return steps
+
+
+def test_a_log_that_is_deleted_says_so(path: Path):
+    """Nothing is begun anew in its place: half a log would be taken for a whole one."""
+    log = Jsonl(path)
+    log.write(Record(0, 0.0))
+    log.flush()
+    path.unlink()
+    log.write(Record(1, 0.0))
+    with pytest.raises(FileNotFoundError, match="deleted while it was written"):
+        log.flush()
+    with pytest.raises(FileNotFoundError):
+        log.close()
+    assert not path.exists()
+    write(path, 2)
+    assert steps_in(path) == [2]

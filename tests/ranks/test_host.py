@@ -426,7 +426,8 @@ def test_a_first_rank_that_says_nothing_is_given_up_after_the_timeout(star, firs
         ranks.finish()
     assert messages(caplog) == [
         "rank 0 (node0) is gone: it said nothing for 0.2 s. Rank 1 records its own values alone "
-        "from here on."
+        "from here on; the run's log, which that rank wrote, ends here (per_rank=True keeps one for "
+        "each rank)."
     ]
     assert ranks.values(1, "loss/ranks") == [(0, 1), (1, 1), (2, 1)]
     assert ranks.ends[1].health() == {"missing_ranks": {"0": "gone"}, "late_rows": 0}
@@ -749,7 +750,8 @@ def test_a_first_rank_that_is_gone_leaves_the_others_with_local_statistics(
     assert ranks.values(1, "loss/ranks") == [(0, 1), (1, 1)]
     assert messages(caplog) == [
         "rank 0 (node0) is gone: its connection ended. Rank 1 records its own values alone from "
-        "here on."
+        "here on; the run's log, which that rank wrote, ends here (per_rank=True keeps one for "
+        "each rank)."
     ]
 
 

@@ -9,6 +9,7 @@
 * **A full disk.** What could not be written is kept, up to 64 MiB, and written by the next flush
   from the byte where the last one stopped, so the file never has a torn middle. Above the bound the
   newest records are dropped and counted in `dropped`.
+* **A file that is deleted** is not made anew, since what it held is gone: the next flush says so.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class Jsonl:
 
     def flush(self) -> None:
         """Hand all lines to the operating system; what it does not take is kept for the next."""
+        if self._file >= 0 and self._is_deleted():
+            self._lines.clear()
+            self._size = 0
+            raise FileNotFoundError(errno.ENOENT, "deleted while it was written", str(self.path))
         while self._lines and self._file >= 0:
             rest = memoryview(self._next_chunk())
             size = len(rest)
@@ -93,6 +98,10 @@ class Jsonl:
                 self._size -= size - len(rest)
                 if rest:
                     self._lines.appendleft(bytes(rest))
+
+    def _is_deleted(self) -> bool:
+        # Asked twice, because there are file systems that count no links.
+        return os.fstat(self._file).st_nlink == 0 and not self.path.exists()
 
     def _next_chunk(self) -> bytes:
         """Join the lines that one write takes: all of them, unless a full disk piled them up."""

@@ -73,7 +73,11 @@ def reduce_weighted_mean_collective(metrics: Tree, weights: Any, axis_name: Axes
 
 
 def all_gather(metrics: Tree, axis_name: Axes = "batch") -> Tree:
-    """Give every device the arrays of all: a new first dimension counts the devices."""
+    """Give every device the arrays of all: a new first dimension counts the devices.
+
+    JAX does not see that these are the same on every device. To return them from `jax.shard_map` with
+    `out_specs=P()`, map with `check_vma=False`.
+    """
     axes, _ = _bound(axis_name, "all_gather")
     leaves = Leaves(metrics, scalars=True)
     arrays = list(map(jnp.asarray, leaves.arrays))
@@ -132,8 +136,8 @@ def _unbound(axis_name: Any, task: str) -> str:
     known = getattr(ask(), "manual_axes", ()) if ask else ()
     if known:
         return (
-            f"axis_name={axis_name!r} is no axis here: there is {', '.join(map(repr, known))}. Pass "
-            "one of these, or a tuple of several."
+            f"axis_name={axis_name!r} is no axis here. Mapped over: {', '.join(map(repr, known))}. "
+            "Pass one of these, or a tuple of several."
         )
     if task == "all_gather":
         caller, instead = task, "use collect_from_devices on what they returned"

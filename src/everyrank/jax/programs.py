@@ -7,9 +7,9 @@ jit finds its own. Values never count, so that nothing is compiled when they cha
 On a mesh each device first reduces the pieces that it holds, packs what is left into one vector for
 each way of combining ("sum", "max", "min") and dtype, and the devices reduce these vectors. 50 metrics
 on 8 simulated devices are one all-reduce of 50 numbers. Left to XLA they would be one of 50 buffers,
-which takes ten times as long there (`python -m benchmarks jax_reduce`). And leaf by leaf they are 50
-programs in flight, which abort the process: of more than 32, the CPU client lets some devices into one
-all-reduce and others into the next.
+which takes six times as long there (`python -m benchmarks jax_reduce`). And leaf by leaf they are 50
+programs at once, which end the process: beyond some 35 that nobody waits for, some of the simulated
+devices meet in one all-reduce and the others in another, for good.
 
 Inside a trace the arrays have no devices yet. There each is reduced by itself, and it is XLA that puts
 the all-reduces together.

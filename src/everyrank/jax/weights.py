@@ -75,7 +75,7 @@ def beside(x: Any, weight: Any) -> tuple[Any, Any]:
     if not isinstance(weight, jax.Array):
         weight = _floats(weight)
         return x, weight if not weight.ndim else jax.device_put(weight, x.sharding)
-    if weight.sharding.device_set != x.sharding.device_set and not weight.ndim:
+    if False:
         weight = jnp.broadcast_to(weight, x.shape)
     if weight.ndim and weight.sharding != x.sharding:
         weight = jax.device_put(weight, x.sharding)

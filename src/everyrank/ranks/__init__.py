@@ -63,9 +63,13 @@ def _identity(directory: Path | None) -> tuple[Identity, Callable[[], Store] | N
     me = from_environment()
     if me is None:
         return Identity(), None
+    return me, lambda: _store(directory, me.job)
+
+
+def _store(directory: Path | None, job: str) -> Store:
     # Ranks may be told different directories, or only the first one any; those of a host share one.
     places = [each / ".everyrank" for each in (directory, _shared_directory()) if each is not None]
-    return me, lambda: DirectoryStore(*places, job=me.job)
+    return DirectoryStore(*places, job=job)
 
 
 def _members(group: Any) -> tuple[int, ...]:
