@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,37 @@ def test_importing_starts_nothing():
         "assert threading.active_count() == 1\n"
         "assert signal.getsignal(signal.SIGTERM) is before\n"
     )
+
+
+def rooms_in_order() -> list[str]:
+    """Give the rooms as the architecture lists them, from the front door down."""
+    text = (Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## The rooms") : text.index("## Ranks")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [
+        name.removesuffix(".py").rstrip("/") for row in rows for name in re.findall("`(.*?)`", row)
+    ]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Give the rooms that a file imports when it runs, wherever in it."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("everyrank."):
+            found.add(str(node.module).split(".")[1])
+        nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_the_import_arrows_point_one_way():
+    """A room imports only what stands below it in the architecture's table, which has them all."""
+    order = rooms_in_order()
+    for path in SOURCE.rglob("*.py"):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room != "__init__":
+            for other in imported_rooms(path) - {room}:
+                assert order.index(room) < order.index(other), f"{path.name} imports {other}"

@@ -296,7 +296,9 @@ def test_what_is_too_large_is_data(value: Any):
 @pytest.mark.parametrize("key", [3, None, ("a", "b"), b"loss"], ids=repr)
 def test_a_key_is_a_text(key: Any):
     """A key of another type is refused, also in a dict in the dict, and shown as a text."""
-    pattern = re.escape(f"the key {key!r} is of type {type(key).__name__}, but names are text: use ")
+    pattern = re.escape(
+        f"the key {key!r} is of type {type(key).__name__}, but names are text: use "
+    )
     for update in ({key: 1.0}, {"a": {key: 1.0}}):
         with pytest.raises(MetricError, match=pattern):
             records(update)

@@ -38,7 +38,7 @@ def _look_up(weights: Any, path: Path) -> Any:
             break
         try:
             has_items = isinstance(weights, Mapping) or isinstance(step, int)
-            weights = weights[step] if has_items else getattr(weights, step)
+            weights = weights[step] if has_items else getattr(weights, str(step))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise MetricError(
                 f"There is no weight for {name_of(path)!r}. `weights` must be an array, a number, or a "
@@ -75,7 +75,7 @@ def beside(x: Any, weight: Any) -> tuple[Any, Any]:
     if not isinstance(weight, jax.Array):
         weight = _floats(weight)
         return x, weight if not weight.ndim else jax.device_put(weight, x.sharding)
-    if False:
+    if weight.sharding.device_set != x.sharding.device_set and not weight.ndim:
         weight = jnp.broadcast_to(weight, x.shape)
     if weight.ndim and weight.sharding != x.sharding:
         weight = jax.device_put(weight, x.sharding)
