@@ -442,7 +442,7 @@ def test_per_rank_adds_a_log_of_this_rank_alone(tmp_path):
 
 
 def test_finalize_gives_a_dataset_and_leaves_log_and_facts_where_asked(tmp_path, monkeypatch):
-    """The seed's call works as it stands, and its directory is complete."""
+    """The call with every option works, and the directory that was asked for is complete."""
     pytest.importorskip("xarray")
     monkeypatch.chdir(tmp_path)
     history = History()

@@ -278,7 +278,7 @@ def test_resume_on_several_ranks_supersedes_what_the_earlier_life_wrote(tmp_path
 
 
 def test_the_quick_start_runs_as_it_stands_under_torchrun(tmp_path):
-    """A real launcher, two processes, and only the import lines of the seed changed."""
+    """A real launcher, two processes, and the program as its documentation has it."""
     program = Path(programs.__file__)
     script = tmp_path / "train.py"
     script.write_text(

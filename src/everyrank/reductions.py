@@ -33,7 +33,7 @@ from everyrank.errors import OptionError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: The seed's four, in the seed's order.
+#: What one wants to see of a number that many ranks have, in the order in which it is shown.
 DEFAULT_STATS = ("mean", "max", "min", "std")
 
 _QUANTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")

@@ -82,7 +82,7 @@ def nothing_on_rank_1(rank, outdir):
 
 
 def finalize_on_rank_0_only(rank, outdir):
-    """End as the seed's quick start does; the others go on."""
+    """End as a quick start does, on rank 0 alone; the others go on."""
     import torch.distributed as dist
 
     history = everyrank.History(outdir=outdir)

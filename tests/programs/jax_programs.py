@@ -327,7 +327,7 @@ def gathered():
 
 
 def under_pmap():
-    """Reduce in pmap as the seed's users do, by the axis they name "batch"."""
+    """Reduce in pmap, by the axis they name "batch"."""
     x = jnp.arange(8)
     return {name: plain(jax.pmap(way, axis_name="batch")(x)) for name, way in COLLECTIVES.items()}
 
