@@ -362,3 +362,20 @@ def test_a_window_knows_how_many_numbers_it_holds():
     assert intake._window.size == 2
     intake.add({"v": np.zeros(1000), "t": torch.zeros(500), "x": torch.tensor(1.0)})
     assert intake._window.size == 2 * (3 + 1000 + 501)
+
+
+def test_what_is_masked_is_nan():
+    """A masked number is not the number that lies under the mask."""
+    row = learn_and_read({"a": np.ma.masked, "b": np.ma.array([1, 2], mask=[False, True])})
+    assert math.isnan(row["a"])
+    assert row["b"][0] == 1.0
+    assert math.isnan(row["b"][1])
+
+
+def learn_and_read(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Give what a record has of one update."""
+    windows: list[Window] = []
+    intake = Intake(windows.append, sync_every=1, went_back=lambda a, b: 0)
+    intake.add(metrics)
+    (batch,) = pack(windows[0].rows)
+    return dict(next(iter(batch)).values)

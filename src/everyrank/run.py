@@ -88,8 +88,8 @@ class Options:
         for backend in self.backends:
             if not isinstance(backend, Backend):
                 raise OptionError(
-                    f"backends holds {backend!r} of type {type(backend).__name__}, which is no backend: "
-                    "it needs `name`, `write(record)` and `close()`. See everyrank.backends.base."
+                    f"backends holds {backend!r} of type {type(backend).__name__}, which is no "
+                    "backend: it needs `name`, `write(record)` and `close()`. See everyrank.backends.base."
                 )
 
 

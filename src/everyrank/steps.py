@@ -93,8 +93,8 @@ def as_step(value: Any) -> int:
     """Give a step as an int, or say why it is none; never reads a device."""
     if framework_of(type(value)):
         raise MetricError(
-            f"step is of type {type(value).__name__}, which would have to be read from its device. Count "
-            "steps on the host, and hand over an int."
+            f"step is of type {type(value).__name__}, which would have to be read from its device. "
+            "Count steps on the host, and hand over an int."
         )
     try:
         step = int(value) if isinstance(value, float) else operator.index(value)

@@ -376,9 +376,10 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
             f"{name!r} is a {type(value).__name__} of {framework} values, which would have to be "
             f"read one by one. Hand over one array, for example {_STACKS[framework]}({name})."
         )
-    if isinstance(value, np.ma.MaskedArray):
-        return value.astype(np.float64).filled(np.nan)  # what is masked is not known
     try:
+        if isinstance(value, np.ma.MaskedArray):  # what is masked is not known
+            known: NDArray[Any] = np.ma.filled(value.astype(np.float64), np.nan)
+            return known
         return np.array(value)
     except (TypeError, ValueError, OverflowError):
         raise _no_metric(name, value) from None
@@ -430,5 +431,6 @@ def _no_metric(name: str, value: Any) -> MetricError:
     shown = " ".join(reprlib.repr(value).split())  # on one line
     return MetricError(
         f"{name!r} is {shown} (of type {type(value).__name__}): neither a number, nor an array of "
-        "numbers, nor a text. Hand over a number, for example float(...), or str(...) to keep it as a text."
+        "numbers, nor a text. Hand over a number, for example float(...), or str(...) to keep it as "
+        "a text."
     )
