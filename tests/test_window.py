@@ -279,7 +279,8 @@ class Opaque:
 def test_what_is_no_metric_is_named(value: Any):
     """What is neither number, array nor text is refused with key, value, type and a way out."""
     kind = re.escape(type(value).__name__)
-    pattern = rf"^'x' is .* \(of type {kind}\): neither a number, nor an array of numbers, nor a text\. Hand"
+    what = "neither a number, nor an array of numbers, nor a text"
+    pattern = rf"^'x' is .* \(of type {kind}\): {what}\. Hand"
     with pytest.raises(MetricError, match=pattern) as caught:
         records({"ok": 1.0, "x": value})
     assert len(str(caught.value)) < 400

@@ -89,7 +89,8 @@ class Options:
             if not isinstance(backend, Backend):
                 raise OptionError(
                     f"backends holds {backend!r} of type {type(backend).__name__}, which is no "
-                    "backend: it needs `name`, `write(record)` and `close()`. See everyrank.backends.base."
+                    "backend: it needs `name`, `write(record)` and `close()`. See "
+                    "everyrank.backends.base."
                 )
 
 
