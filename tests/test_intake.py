@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_who_does_not_wait_is_told_that_the_lock_is_held():
         assert taken.windows == []
     assert taken.intake.hand_over(wait=False)
     assert len(taken.windows) == 1
+
+
+def test_room_is_waited_for_once_others_may_go_on():
+    """An update that finds no room waits with the lock free, and its row is handed on by then."""
+    handed, seen = [], []
+
+    def hand_on(window: Window) -> Callable[[], None]:
+        handed.append(window)
+        return wait
+
+    def wait() -> None:
+        with ThreadPoolExecutor(1) as background:
+            seen.append((len(handed), background.submit(intake.hand_over, wait=False).result()))
+
+    intake = Intake(hand_on, sync_every=2, went_back=lambda last, step: 1)
+    for _ in range(5):
+        intake.add({"x": 1.0})
+    intake.note("n", 1)
+    intake.leftover()
+    assert seen == [(1, True), (2, True)]
+    intake.hand_over()
+    assert len(handed) == 3
 
 
 def test_the_step_is_an_argument_or_a_key_or_counted():

@@ -292,6 +292,16 @@ def test_a_process_of_multiprocessing_may_forget_to_close(tmp_path):
     assert alone(programs.forked_by_multiprocessing, str(tmp_path)) == (0, 30)
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_ranks_that_forget_to_close_lose_nothing(tmp_path, alive):
+    """Whether torch.distributed still stands or not, their last window is reduced over all."""
+    pytest.importorskip("torch")
+    run_ranks(programs.forgetful_ranks, 2, str(tmp_path), alive, start_method="forkserver")
+    rows = programs.rows(tmp_path)
+    assert [row["x/mean"] for row in rows] == [step + 0.5 for step in range(30)]
+    assert facts(tmp_path)["status"] == "abandoned"
+
+
 def test_a_rank_that_stands_still_is_left_out_and_comes_back(tmp_path):
     """Suspended for longer than the others wait, and continued: it loses none of its own rows."""
     seen = run_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from log_programs import until
 
 from everyrank.testing import run_ranks
-from everyrank.worker import Worker
+from everyrank.worker import Worker, on_worker_thread
 
 LONG = 60.0  # ends a hang, and is never waited for
 
@@ -138,6 +139,38 @@ def test_above_capacity_put_waits_and_says_so_once(work: Work, caplog: pytest.Lo
     assert record.levelno == logging.WARNING
     assert "w is behind: 5 values wait, the bound is 4" in record.getMessage()
     assert "a larger sync_every makes each step cheaper" in record.getMessage()
+
+
+def test_who_may_not_wait_is_told_that_the_queue_is_full(work: Work):
+    """What is put without waiting is queued all the same, and the wait can be made good."""
+    work.gate.clear()
+    worker = Worker(work, name="w", capacity=2)
+    assert [worker.put(i, wait=False) for i in range(4)] == [False, False, True, True]
+    waiting = threading.Thread(target=worker.wait_for_room)
+    waiting.start()
+    work.gate.set()
+    waiting.join(LONG)
+    assert not waiting.is_alive()
+    assert worker.close(LONG)
+    assert work.items == [0, 1, 2, 3]
+    assert not worker.put(4, wait=False)
+
+
+def test_a_thread_knows_whether_it_is_a_worker_s():
+    """Whoever might have to wait for a worker can ask whether that would be for itself."""
+    answers: list[bool] = []
+    worker = Worker(lambda items: answers.append(on_worker_thread()), name="w", capacity=2)
+    assert worker.close(LONG)
+    assert answers == [True] * len(answers) != []
+    assert not on_worker_thread()
+
+
+def test_a_deadline_may_be_never():
+    """An infinite patience is one that no clock can hold, and no error."""
+    worker = Worker(lambda items: None, name="w", capacity=2)
+    worker.put("x")
+    assert worker.flush(math.inf)
+    assert worker.close(math.inf)
 
 
 def test_what_is_unfinished_counts_towards_the_bound(work: Work, caplog: pytest.LogCaptureFixture):

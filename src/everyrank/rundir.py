@@ -62,8 +62,9 @@ class RunDirectory:
         self._shared = shared
         self._begun = False  # whether run.json was ours once
         # Training notes that it goes back while the background writes; it must not wait for a disk.
-        self._changing = threading.Lock()
-        self._writing = threading.Lock()
+        # Of the thread: a signal's handler may close the run in the middle of either.
+        self._changing = threading.RLock()
+        self._writing = threading.RLock()
 
     @classmethod
     def open(
@@ -165,7 +166,7 @@ class RunDirectory:
 
     def _put(self, name: str, content: bytes) -> None:
         """Write one file whole or not at all."""
-        draft = self.path / f".{name}.{os.getpid()}-{threading.get_ident()}"
+        draft = self.path / f".{name}.{os.getpid()}-{os.urandom(4).hex()}"
         try:
             with draft.open("wb") as file:
                 file.write(content)

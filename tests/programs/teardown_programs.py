@@ -331,3 +331,16 @@ def _forget(outdir):
     sys.modules[__name__].kept = history
     for step in range(30):
         history.update({"x": step})
+
+
+def forgetful_ranks(rank, outdir, alive):
+    """Train on several ranks, and end without closing; torch.distributed may be alive then."""
+    import torch.distributed as dist
+
+    history = everyrank.History(outdir=outdir, sync_every=50, timeout=20)
+    sys.modules[__name__].kept = history
+    for step in range(30):
+        history.update({"x": float(rank + step)})
+    dist.barrier()
+    if alive:
+        dist.is_initialized = lambda: False  # so that whoever called us destroys nothing

@@ -83,7 +83,7 @@ class _Meeting:
         self.clock = clock
         self.answers: dict[int, list[Reduced]] = {}  # of the ranks that are there
         self.flush: set[int] = set()  # the ranks that are asked to hand over what they have
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # of the thread: who hears what is said here may ask for more
 
     def tell(self) -> None:
         """Reduce what can be, and give it to everybody who is there."""
