@@ -209,7 +209,10 @@ class Intake:
     def _find(
         self, metrics: Mapping[str, Any], values: tuple[Any, ...]
     ) -> tuple[Layout, tuple[Any, ...]]:
-        """Give the layout of a call that does not look like the one before it."""
+        """Give the layout of a call: that of the one before, nearly always."""
+        layout = self._layout
+        if tuple(metrics) == layout.names and tuple(map(type, values)) == layout.types:
+            return layout, values
         look = (*metrics, *map(type, values))
         if look not in self._layouts and is_nested(values):
             flat = flatten(metrics)

@@ -191,7 +191,8 @@ class Window:
 def _row_size(row: Row) -> int:
     size = row.layout.size
     if not row.layout.plain:
-        size += sum(value.size for value in row.values if isinstance(value, np.ndarray))
+        copies = (row.values[i] for i in row.layout.copied)
+        size += sum(value.size for value in copies if isinstance(value, np.ndarray))
         # The last value of a part ends where the part ends.
         size += sum(p.places[-1].start + math.prod(p.places[-1].shape) for p in row.parts)
     return max(1, size)
