@@ -232,12 +232,12 @@ def test_left_alone_a_rank_answers_itself():
         rows.add(a_batch([step], loss=2.0, tokens=float(step)))
     list(rows.answer(reduced({3: a_batch([0], loss=2.0)}, world_size=1)))
     options = {"stats": STATS, "weights": {"loss": "tokens"}, "world_size": 4}
-    (batch,) = rows.answer_alone(3, **options)
+    (batch,) = rows.answer_alone(**options)
     assert [(r.step, r.values["loss/ranks"]) for r in batch] == [(1, 1), (2, 1), (3, 1)]
     assert batch[0].values["loss/mean"] == 2.0
     assert batch[0].values["loss/max_rank"] == 3
     assert rows.waiting == 0
-    assert list(rows.answer_alone(3, **options)) == []
+    assert list(rows.answer_alone(**options)) == []
 
 
 def test_nothing_at_all_waits_for_nothing():

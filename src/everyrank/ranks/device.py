@@ -216,14 +216,10 @@ class DeviceRanks:
                 self.facts = json.loads(payload)
 
     def _alone(self) -> list[Batch]:
-        return list(
-            self._own.answer_alone(
-                self.identity.rank,
-                stats=self._stats,
-                weights=self._weights,
-                world_size=len(self._ranks),
-            )
+        own = self._own.answer_alone(
+            stats=self._stats, weights=self._weights, world_size=len(self._ranks)
         )
+        return list(own)
 
     def _alone_from_here(self, why: str) -> list[Batch]:
         self._lost = True

@@ -88,14 +88,10 @@ class End:
 
     def _alone(self) -> list[Batch]:
         """Finish what waits with statistics over this rank only."""
-        return list(
-            self._own.answer_alone(
-                self.identity.rank,
-                stats=self._stats,
-                weights=self._weights,
-                world_size=len(self._peers.ranks),
-            )
+        own = self._own.answer_alone(
+            stats=self._stats, weights=self._weights, world_size=len(self._peers.ranks)
         )
+        return list(own)
 
 
 def named(ranks: Collection[int], hosts: Mapping[int, str]) -> str:

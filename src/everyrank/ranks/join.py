@@ -111,11 +111,13 @@ class OwnRows:
             yield batch if i else batch.part(self._at, len(batch))
 
     def answer_alone(
-        self, rank: int, *, stats: Sequence[str], weights: Mapping[str, str], world_size: int
+        self, *, stats: Sequence[str], weights: Mapping[str, str], world_size: int
     ) -> Iterator[Batch]:
         """Give all rows that wait, with statistics over this rank only, which say so."""
         for own in merged(self._take(self.waiting)):
-            alone = reduce_rows([(rank, own)], stats=stats, weights=weights, world_size=world_size)
+            alone = reduce_rows(
+                [(self._rank, own)], stats=stats, weights=weights, world_size=world_size
+            )
             yield from join(own, alone)
 
     def answer(self, reduced: Reduced) -> Iterator[Batch]:
