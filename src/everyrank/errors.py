@@ -4,6 +4,7 @@
     ├── MetricError         a value, a key or a step that cannot be recorded  (also a ValueError)
     ├── OptionError         an option that cannot be honoured                 (also a ValueError)
     ├── MissingPackage      an optional package is not installed              (also an ImportError)
+    ├── SyncFailed          metrics could not be brought together             (also a RuntimeError)
     └── RunDirectoryError   the run directory cannot be used                  (also an OSError)
 
 Nothing is raised into training from the background: a failure there is logged once, counted, and
@@ -39,6 +40,10 @@ class MissingPackage(EveryrankError, ImportError):  # noqa: N818 - reads as what
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception that does not survive the way out of a worker process takes its pool along.
         return type(self), self._made_of
+
+
+class SyncFailed(EveryrankError, RuntimeError):  # noqa: N818 - reads as what it says
+    """Metrics could not be brought together over the ranks; what this rank has is kept."""
 
 
 class RunDirectoryError(EveryrankError, OSError):

@@ -35,12 +35,13 @@ import numpy as np
 from everyrank.backends.background import Background
 from everyrank.backends.per_rank import PerRank
 from everyrank.columns import Columns
+from everyrank.handed import Finishers, without_states
 from everyrank.intake import Intake, Wait
 from everyrank.messages import log
 from everyrank.ranks.base import Ranks
 from everyrank.ranks.local import Alone
 from everyrank.records import Batch, Record, merged, statistics_of
-from everyrank.window import Row, Window, pack
+from everyrank.window import Row, Window, handed_in, pack
 from everyrank.worker import Worker, on_worker_thread
 
 #: So many values may wait: about 20 MB of Python floats.
@@ -92,6 +93,7 @@ class Flow:
         self._asked = False  # another rank wants what we have, and training held the lock
         self._recent: deque[Batch] = deque(maxlen=64)
         self._patience = _PATIENCE
+        self._finishers = Finishers()
         self.lost = 0  # rows that could not be read
         self._said_lost = False
         self._closing = threading.RLock()  # of the thread: a signal's handler may close it, too
@@ -226,15 +228,17 @@ class Flow:
         for batch in merged(self._packed(windows)):
             self._width = len(batch.names) or 1
             # Our own values can be read at once; the statistics come when they are known.
-            self._keep(batch)
+            self._keep(without_states(batch))
             if self._per_rank is not None:
-                self._per_rank.write_batch(batch)
+                self._per_rank.write_batch(self._finishers.finish(batch)[0])
             self.ranks.start(batch)
 
     def _packed(self, windows: Iterable[Window]) -> Iterator[Batch]:
         """Pack windows together that are of one generation: ten rows cost little more than one."""
         for generation, alike in groupby(windows, key=attrgetter("generation")):
             rows = list(chain.from_iterable(window.take() for window in alike))
+            for handed in chain.from_iterable(map(handed_in, rows)):
+                self._finishers.learn(handed)
             try:
                 batches = list(pack(rows))
             except Exception as error:  # noqa: BLE001 - the border: a value may do anything
@@ -277,15 +281,14 @@ class Flow:
         """Add statistics to the columns, but for steps that a rewind has superseded meanwhile."""
         steps = [after for generation, after in self._rewound if generation > batch.generation]
         if steps:
-            live = batch.steps <= min(steps)
-            arrays = {name: getattr(batch, name)[live] for name in ("steps", "times", "numbers")}
-            batch = replace(batch, **arrays)
+            batch = batch.chosen(batch.steps <= min(steps))
         self.columns.append(batch)
 
     def _hand_out(self, batch: Batch) -> None:
-        statistics = statistics_of(batch)
-        if statistics is not None:
-            self._keep_statistics(statistics)
+        batch, finished = self._finishers.finish(batch)
+        for statistics in (statistics_of(batch), finished):
+            if statistics is not None:
+                self._keep_statistics(statistics)
         self._recent.append(_tail(batch))
         for backend in self.backends:
             backend.write_batch(batch)

@@ -51,6 +51,7 @@ class Intake:
         went_back: Callable[[int, int], int],
     ) -> None:
         self.steps = Steps()
+        self.handed: set[str] = set()  # names of metrics, which are finished by all ranks together
         self.generation = generation
         self._hand_on = hand_on
         self._went_back = went_back  # (from, to) -> the generation from here on
@@ -89,12 +90,20 @@ class Intake:
             wait()
         return row
 
+    def is_handed(self, name: str) -> bool:
+        """Say whether a name is that of a metric, or of one in a collection."""
+        return any(name == each or name.startswith(f"{each}/") for each in self.handed.copy())
+
     def note(self, name: str, value: Any) -> None:
         """Copy a value for the next update; the later of two of one name counts."""
         layout = self._layout_of((name, type(value)), {name: value})
         if layout.step_at is not None:
             raise MetricError(
                 "the step is no note: hand it over with an update, as update(metrics, step=...)."
+            )
+        if layout.handed:
+            raise MetricError(
+                f"{name!r} is a metric, and no note: hand it over with update(), which resets it."
             )
         if not layout.plain:
             value = _copied(layout, value)
@@ -154,7 +163,11 @@ class Intake:
             parts: tuple[Any, ...] = ()
             if not layout.plain:
                 values, parts = self._window.capture(layout, list(values))
-            return self._append(layout, values, step, skip, parts)
+            row = self._append(layout, values, step, skip, parts)
+            for i in layout.handed:  # nothing refuses the update any more
+                self.handed.add(layout.names[i])
+                row.values[i].done()
+            return row
 
     def _append(
         self,

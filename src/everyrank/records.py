@@ -110,6 +110,17 @@ class Batch(Sequence[Record]):
             extras=self._extras_of(start, stop),
         )
 
+    def chosen(self, mask: NDArray[np.bool_]) -> Batch:
+        """Give the rows of a mask."""
+        at = {int(row): i for i, row in enumerate(np.flatnonzero(mask))}
+        return replace(
+            self,
+            steps=self.steps[mask],
+            times=self.times[mask],
+            numbers=self.numbers[mask],
+            extras={at[row]: extra for row, extra in self.extras.items() if row in at},
+        )
+
     def _extras_of(self, start: int, stop: int) -> Mapping[int, Mapping[str, Any]]:
         """Give the extras of some rows, counted from the first of them."""
         # The fewer of the two are gone through: many rows with one extra, and one row of many.

@@ -139,7 +139,10 @@ class Run:
         """
         match = STATISTIC.search(name)
         if match is None:
-            self.flow.own_rows()
+            if self.flow.intake.is_handed(name):
+                self.flow.settle_a_little()
+            else:
+                self.flow.own_rows()
             return self.columns.series(name)
         self.flow.settle_a_little()
         known = self.columns.names

@@ -19,11 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everyrank.errors import MetricError
+from everyrank.handed import (
+    MARK,
+    Finishers,
+    Handed,
+    HandsOver,
+    column_names,
+    hands_over,
+)
 from everyrank.records import ROW_KEYS, STATISTIC, Batch, Kind
 from everyrank.stage import Block, Part, Stage, Staged, check_size, framework_of, open_stage
 
 _EXACT = 2**53  # from here on, a float64 may stand for the int beside it
 _KINDS: dict[str, Kind] = {"f": "float", "i": "int", "u": "int", "b": "bool"}
+_FLOAT: list[Kind] = ["float"]
 _STACKS = {"torch": "torch.stack", "jax": "jnp.stack"}
 
 
@@ -49,6 +58,7 @@ class Layout:
     kinds: tuple[Kind, ...]  # of the numbers of the host
     columns: tuple[int, ...]  # where they are
     staged: tuple[Staged, ...]  # device values, by framework
+    handed: tuple[int, ...]  # metrics, which hand over their states
     copied: tuple[int, ...]  # numpy arrays and sequences, which may change later, and odd numbers
     usual: bool  # plain, and without a step
     plain: bool  # only numbers of the host: a tuple of them is already a copy
@@ -65,6 +75,7 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
     names = tuple(map(_checked, metrics))
     staged: dict[str, list[int]] = {}
     copied: list[int] = []
+    handed: list[int] = []
     kinds: dict[int, Kind] = {}
     texts = 0
     for i, (name, value) in enumerate(zip(names, metrics.values(), strict=True)):
@@ -74,6 +85,9 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
             kinds[i] = kind
         elif framework := framework_of(type(value)):
             staged.setdefault(framework, []).append(i)
+        elif hands_over(type(value)):
+            handed.append(i)
+            staged.setdefault(value.framework, []).append(i)
         elif isinstance(value, np.ndarray | list | tuple | Real) or _is_decimal(value):
             copied.append(i)
         elif isinstance(value, str | None):
@@ -94,9 +108,10 @@ def learn(metrics: Mapping[str, Any]) -> Layout:
             Staged(framework, tuple(at), tuple(names[i] for i in at), tuple(types[i] for i in at))
             for framework, at in staged.items()
         ),
+        handed=tuple(handed),
         copied=tuple(copied),
         plain=plain,
-        whole=[len(at) for at in staged.values()] == [len(names)],
+        whole=not handed and [len(at) for at in staged.values()] == [len(names)],
     )
 
 
@@ -117,13 +132,15 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_nested(values: Iterable[Any]) -> bool:
     """Say whether there are dicts among the values."""
-    return any(issubclass(kind, Mapping) for kind in set(map(type, values)))
+    return any(
+        issubclass(kind, Mapping) and not hands_over(kind) for kind in set(map(type, values))
+    )
 
 
 def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in metrics.items():
         _check_text(key)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not hands_over(type(value)):
             yield from _leaves(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
@@ -160,10 +177,17 @@ class Window:
         parts = []
         for i in layout.copied:
             values[i] = _copied(layout.names[i], values[i])
+        handed: dict[int, Handed] = {}
+        for i in layout.handed:
+            metric: HandsOver = values[i]
+            handed[i] = metric.hand_over(layout.names[i])
+            values[i] = handed[i].array
         for staged in layout.staged:
             parts += self._stage(staged.framework).add(staged, [values[c] for c in staged.columns])
             for column in staged.columns:
                 values[column] = None  # the caller's tensor, and its graph, are let go
+        for i, one in handed.items():
+            values[i] = one._replace(array=None)
         return tuple(values), tuple(parts)
 
     def seal(self) -> Window:
@@ -203,9 +227,20 @@ def pack(rows: Iterable[Row]) -> Iterator[Batch]:
     return _pack(rows, _Fetched())
 
 
+def handed_in(row: Row) -> Iterator[Handed]:
+    """Give what was handed over with an update."""
+    for i in row.layout.handed:
+        yield row.values[i]
+
+
 def values_of(row: Row) -> dict[str, Any]:
     """Give the values of one row as a record has them; waits for the device if they are there."""
     (batch,) = _pack([row], _peek)
+    if row.layout.handed:
+        finishers = Finishers()
+        for handed in handed_in(row):
+            finishers.learn(handed)
+        batch, _ = finishers.finish(batch)
     return dict(next(iter(batch)).values)
 
 
@@ -243,7 +278,8 @@ def _look(row: Row) -> tuple[Any, ...]:
         return layout, row.skip
     places = [(id(part.block), part.places) for part in row.parts]
     # An array may be a number in one step and a vector in the next: names would differ.
-    return layout, row.skip, places, [_host_kind(row.values[i]) for i in layout.copied]
+    specs = [row.values[i].spec for i in layout.handed]
+    return layout, row.skip, places, [_host_kind(row.values[i]) for i in layout.copied], specs
 
 
 def _pack_plain(layout: Layout, rows: list[Row]) -> Batch:
@@ -276,6 +312,12 @@ def _pack_mixed(layout: Layout, rows: list[Row], read: _Read) -> Batch:
     extras: dict[int, dict[str, Any]] = {}
     for i, (name, column) in enumerate(zip(layout.names, columns, strict=True)):
         if i == layout.step_at:
+            continue
+        if i in layout.handed:
+            states = column_names(name, rows[0].values[i].spec)
+            names += states
+            kinds += _FLOAT * len(states)
+            numeric.extend(np.stack([np.reshape(value, -1) for value in column], axis=1))
             continue
         if kind := _host_kind(column[0]):
             names.append(name)
@@ -414,6 +456,8 @@ def _checked(name: Any) -> str:
 def check_name(name: Any) -> None:
     """Refuse what cannot be the name of a metric."""
     _check_text(name)
+    if name.startswith(MARK):
+        raise MetricError(f"the key {name!r} begins as states in transit do. Rename it.")
     if name in ROW_KEYS and name != "step":
         raise MetricError(
             f"the key {name!r} is a column of every record already. Choose another, for example "
@@ -429,6 +473,11 @@ def check_name(name: Any) -> None:
 
 
 def _no_metric(name: str, value: Any) -> MetricError:
+    if hasattr(value, "compute") and hasattr(value, "trigger_sync"):
+        return MetricError(
+            f"{name!r} is a metric that does not declare its states, so nothing but itself can bring "
+            f"its ranks together. Call its sync(), and hand over its compute()."
+        )
     shown = " ".join(reprlib.repr(value).split())  # on one line
     return MetricError(
         f"{name!r} is {shown} (of type {type(value).__name__}): neither a number, nor an array of "

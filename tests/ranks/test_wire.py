@@ -37,7 +37,13 @@ def a_reduced(steps: Any, names: tuple[str, ...] = ("loss",), who: Any = (0, 1))
     values = np.arange(2.0 * counts.size).reshape(2, *counts.shape)
     who = frozenset(who)
     times = np.zeros(len(steps))
-    return Reduced(steps, times, names, ("mean", "max"), values, counts, 0 * counts, 2, who)
+    merged = np.arange(3.0 * len(steps)).reshape(len(steps), 3)
+    return Reduced(
+        *(steps, times, names, ("mean", "max"), values, counts, 0 * counts, 2, who),
+        states=("a", "b", "c"),
+        state_ranks=(1, 1, 2),
+        merged=merged,
+    )
 
 
 @st.composite
@@ -56,6 +62,7 @@ def batches(draw: st.DrawFn) -> Batch:
 def many_reduced(draw: st.DrawFn) -> Reduced:
     steps, names = np.array(draw(STEPS), np.int64), draw(NAMES)
     stats = tuple(draw(st.lists(st.sampled_from(["mean", "std", "p50"]), unique=True)))
+    states = draw(NAMES)
     counts = st.integers(0, 2**40).map(lambda n: np.full((len(steps), len(names)), n))
     return Reduced(
         steps,
@@ -67,6 +74,9 @@ def many_reduced(draw: st.DrawFn) -> Reduced:
         draw(counts),
         draw(st.integers(1, 2**31)),
         draw(st.frozensets(st.integers(0, 9))),
+        states,
+        tuple(range(len(states))),
+        draw_floats(draw, len(steps), len(states)),
     )
 
 
@@ -238,9 +248,11 @@ def test_rows_travel_in_pieces(pair: tuple[Channel, Channel], monkeypatch: pytes
     rows, reduced = found[:3], found[3:]
     assert [len(r) for r in rows] == [10, 10, 5]
     assert np.concatenate([r.steps for r in rows]).tolist() == list(range(25))
-    assert [len(r) for r in reduced] == [5, 5]
+    assert [len(r) for r in reduced] == [3, 3, 3, 1]
     whole = np.concatenate([r.values for r in reduced], axis=1)
     assert whole.tolist() == a_reduced(range(10)).values.tolist()
+    merged = np.concatenate([r.merged for r in reduced])
+    assert merged.tolist() == a_reduced(range(10)).merged.tolist()
     here.send_rows(a_batch([0], tuple(map(str, range(100)))))  # a row is a frame at least
     here.push()
     assert [len(r) for r in heard(there)] == [1]
@@ -301,7 +313,7 @@ def test_one_call_takes_in_a_bounded_amount(line: tuple[socket.socket, Channel],
 
 # --------------------------------------------------------------------------------------- garbage
 
-TABLE = a_frame(Kind.TABLE, b'[0, ["loss"], [], []]')
+TABLE = a_frame(Kind.TABLE, b'[0, ["loss"], [], [], [], []]')
 
 
 @pytest.mark.parametrize(
@@ -317,10 +329,14 @@ TABLE = a_frame(Kind.TABLE, b'[0, ["loss"], [], []]')
         pytest.param(a_frame(Kind.WELCOME, b"[1]"), id="facts that are a list"),
         pytest.param(a_frame(Kind.HELLO, b"[" * 100_000), id="a deep hello"),
         pytest.param(a_frame(Kind.TABLE, b"7"), id="a table of nothing"),
-        pytest.param(a_frame(Kind.TABLE, b'["0", [], [], []]'), id="a table without a number"),
-        pytest.param(a_frame(Kind.TABLE, b"[0, [1], [], []]"), id="names that are numbers"),
-        pytest.param(a_frame(Kind.TABLE, b'[0, "loss", [], []]'), id="names that are a text"),
-        pytest.param(a_frame(Kind.TABLE, b'[0, [], [], ["1"]]'), id="ranks that are texts"),
+        pytest.param(
+            a_frame(Kind.TABLE, b'["0", [], [], [], [], []]'), id="a table without a number"
+        ),
+        pytest.param(a_frame(Kind.TABLE, b"[0, [1], [], [], [], []]"), id="names that are numbers"),
+        pytest.param(
+            a_frame(Kind.TABLE, b'[0, "loss", [], [], [], []]'), id="names that are a text"
+        ),
+        pytest.param(a_frame(Kind.TABLE, b'[0, [], [], ["1"], [], []]'), id="ranks that are texts"),
         pytest.param(a_frame(Kind.ROWS, b"\0" * 8), id="rows of no table"),
         pytest.param(TABLE + a_frame(Kind.ROWS, b"\0" * 3), id="rows without a head"),
         pytest.param(

@@ -62,7 +62,7 @@ def reduce_weighted_mean_collective(metrics: Tree, weights: Any, axis_name: Axes
     of tokens, or a tree like `metrics` that holds these. A value of weight zero has nothing to say,
     even if it is NaN; if the weights of all devices are zero, the mean is NaN.
     """
-    axes, size = _bound(axis_name, "reduce_weighted_mean")
+    axes, size = bound(axis_name, "reduce_weighted_mean_collective", "reduce_weighted_mean")
     leaves = Leaves(metrics, scalars=True)
     found = weights_of(leaves, weights)
     operands = [
@@ -78,7 +78,7 @@ def all_gather(metrics: Tree, axis_name: Axes = "batch") -> Tree:
     JAX does not see that these are the same on every device. To return them from `jax.shard_map` with
     `out_specs=P()`, map with `check_vma=False`.
     """
-    axes, _ = _bound(axis_name, "all_gather")
+    axes, _ = bound(axis_name, "all_gather")
     leaves = Leaves(metrics, scalars=True)
     arrays = list(map(jnp.asarray, leaves.arrays))
     groups: dict[Any, list[int]] = {}
@@ -94,7 +94,7 @@ def all_gather(metrics: Tree, axis_name: Axes = "batch") -> Tree:
 
 
 def _reduce(operator: str, metrics: Tree, axis_name: Axes) -> Tree:
-    axes, size = _bound(axis_name, f"reduce_{operator}")
+    axes, size = bound(axis_name, f"reduce_{operator}_collective", f"reduce_{operator}")
     leaves = Leaves(metrics, scalars=True)
     if operator in ("max", "min"):
         for i, x in enumerate(leaves.arrays):
@@ -120,18 +120,21 @@ def _run(
     )
 
 
-def _bound(axis_name: Any, task: str) -> tuple[tuple[str, ...], int]:
-    """Give the axes as a tuple, and how many devices there are along them."""
+def bound(axis_name: Any, caller: str, outside: str | None = None) -> tuple[tuple[str, ...], int]:
+    """Give the axes as a tuple, and how many devices there are along them.
+
+    `caller` is who asks, and `outside` what is called instead where there are no axes.
+    """
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     try:
         if not all(isinstance(axis, str) for axis in axes):
             raise NameError
         return axes, count_along(axes)
     except NameError:
-        raise OptionError(_unbound(axis_name, task)) from None
+        raise OptionError(_unbound(axis_name, caller, outside)) from None
 
 
-def _unbound(axis_name: Any, task: str) -> str:
+def _unbound(axis_name: Any, caller: str, outside: str | None) -> str:
     ask = getattr(jax.sharding, "get_abstract_mesh", None)
     known = getattr(ask(), "manual_axes", ()) if ask else ()
     if known:
@@ -139,10 +142,9 @@ def _unbound(axis_name: Any, task: str) -> str:
             f"axis_name={axis_name!r} is no axis here. Mapped over: {', '.join(map(repr, known))}. "
             "Pass one of these, or a tuple of several."
         )
-    if task == "all_gather":
-        caller, instead = task, "use collect_from_devices on what they returned"
-    else:
-        caller, instead = f"{task}_collective", f"also under jit, use {task} on the whole arrays"
+    instead = "use collect_from_devices on what they returned"
+    if outside is not None:
+        instead = f"also under jit, use {outside} on the whole arrays"
     return (
         f"axis_name={axis_name!r} is no axis here: {caller} is called inside jax.shard_map or pmap, "
         f"which name the axes. Outside of them, {instead}."

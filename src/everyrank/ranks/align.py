@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from everyrank.handed import groups_of, is_state, merge_states
 from everyrank.ranks.base import Reduced
 from everyrank.records import Batch, Kind, merged
 from everyrank.reductions import over_ranks
@@ -369,13 +370,14 @@ def reduce_rows(
     """Reduce the same steps of several ranks, over the union of their names."""
     first = batches[0][1]
     places = _places([batch.names for _, batch in batches])
-    names = tuple(places)
+    states = tuple(filter(is_state, places))
+    names = tuple(name for name in places if not is_state(name)) if states else tuple(places)
     at = {name: u for u, name in enumerate(names)}
     shape = (len(first), len(names))
     values = np.empty((len(stats), *shape))
     ranks = np.empty(shape, np.int64)
     nonfinite = np.empty(shape, np.int64)
-    for holders, members in _by_holders(places).items():
+    for holders, members in _by_holders({name: places[name] for name in names}).items():
         out = [at[m] for m in members] if len(members) < len(names) else slice(None)
         stack = np.stack(
             [batches[h][1].numbers[:, [places[m][h] for m in members]] for h in holders]
@@ -388,8 +390,36 @@ def reduce_rows(
         ranks[:, out] = len(holders)
     who = frozenset(rank for rank, _ in batches)
     return Reduced(
-        first.steps, first.times, names, tuple(stats), values, ranks, nonfinite, world_size, who
+        first.steps,
+        first.times,
+        names,
+        tuple(stats),
+        values,
+        ranks,
+        nonfinite,
+        world_size,
+        who,
+        states,
+        tuple(len(places[name]) for name in states),
+        _merged_states(states, places, batches),
     )
+
+
+def _merged_states(
+    states: tuple[str, ...],
+    places: Mapping[str, Mapping[int, int]],
+    batches: Sequence[tuple[int, Batch]],
+) -> NDArray[np.float64]:
+    """Merge the states of each metric over the ranks that have it."""
+    merged = np.empty((len(batches[0][1]), len(states)))
+    for group in groups_of(states):
+        names = [states[column] for column in group.columns]
+        parts = [
+            batches[holder][1].numbers[:, [places[name][holder] for name in names]]
+            for holder in places[names[0]]
+        ]
+        merged[:, group.columns] = merge_states(group, parts)
+    return merged
 
 
 def _places(all_names: Sequence[tuple[str, ...]]) -> dict[str, dict[int, int]]:

@@ -50,7 +50,8 @@ class Identity:
 class Reduced:
     """Some steps' statistics over the ranks that reported them; the same on every rank.
 
-    `values` is statistics x steps x names; `ranks` and `nonfinite` are steps x names. Without names
+    `values` is statistics x steps x names; `ranks` and `nonfinite` are steps x names, `merged` is
+    steps x states. Without names
     it answers rows that have no statistics: nothing but texts, or all too late.
     """
 
@@ -63,6 +64,9 @@ class Reduced:
     nonfinite: NDArray[np.int64]
     world_size: int
     who: frozenset[int]  # the ranks whose rows these are
+    states: tuple[str, ...] = ()  # columns of metrics, merged rather than made statistics of
+    state_ranks: tuple[int, ...] = ()  # over how many ranks
+    merged: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -76,6 +80,7 @@ class Reduced:
             values=self.values[:, start:stop],
             ranks=self.ranks[start:stop],
             nonfinite=self.nonfinite[start:stop],
+            merged=self.merged[start:stop],
         )
 
 

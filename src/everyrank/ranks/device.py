@@ -39,6 +39,7 @@ from everyrank.ranks import Peers
 from everyrank.ranks.align import Alignment
 from everyrank.ranks.end import named
 from everyrank.ranks.join import OwnRows
+from everyrank.ranks.torch import device_of
 from everyrank.ranks.wire import Frames, Kind
 from everyrank.records import Batch
 from everyrank.stage.capture import relax_this_thread
@@ -46,9 +47,6 @@ from everyrank.stage.capture import relax_this_thread
 _HEAD = struct.Struct("<QQd??")  # bytes here, bytes left behind, clock, flush asked, have left
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # bytes that a round carries of each rank
 _PAUSE = 0.005  # between rounds in which somebody is waited for
-
-#: The device on which a backend's collectives run; every other one works on host memory.
-_DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}
 
 
 class DeviceRanks:
@@ -76,7 +74,7 @@ class DeviceRanks:
         self._group: Any = dist.new_group(
             list(peers.ranks), timeout=timedelta(days=30), use_local_synchronization=True
         )
-        self._device = _device_of(self._group)
+        self._device = device_of(self._group)
         assert peers.store is not None
         self._store = peers.store()
         self._align = Alignment(peers.ranks, stats=self._stats, timeout=timeout)
@@ -282,12 +280,3 @@ class _Round:
         self._work.wait()
         message = bytes(self._all.cpu().numpy())
         return [message[at : at + self._size] for at in range(0, len(message), self._size)]
-
-
-def _device_of(group: Any) -> torch.device:
-    """Give the device on which a group's collectives run."""
-    backend = str(dist.get_backend(group))
-    kind = next((kind for name, kind in _DEVICES.items() if name in backend), "cpu")
-    if kind == "cuda":
-        return torch.device(kind, torch.cuda.current_device())
-    return torch.device(kind)

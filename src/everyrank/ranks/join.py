@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from everyrank.handed import groups_of
 from everyrank.ranks.align import reduce_rows
 from everyrank.ranks.base import Reduced
 from everyrank.records import Batch, Kind, merged
@@ -22,7 +23,7 @@ def join(own: Batch | None, reduced: Reduced, *, generation: int = 0) -> Iterato
     not finite; a batch has one set of names, so it is cut where these change. Rows of others that
     have no statistics are nothing to us.
     """
-    if own is None and not reduced.names:
+    if own is None and not reduced.names and not reduced.states:
         return
     odd = reduced.nonfinite > 0
     changes = np.flatnonzero((odd[1:] != odd[:-1]).any(axis=1)) + 1
@@ -58,14 +59,25 @@ def _columns(
     """Give name, kind and values of every column: ours first, then what only others reported."""
     ours = dict.fromkeys(own.names) if own is not None else {}
     at = {name: u for u, name in enumerate(reduced.names)}
+    merged = set(reduced.states)
     for j, name in enumerate(ours):
         assert own is not None
+        if name in merged:
+            continue
         yield name, own.kinds[j], own.numbers[:, j]
         if name in at:
             yield from _statistics(name, at[name], reduced)
     for name in reduced.names:
         if name not in ours:
             yield from _statistics(name, at[name], reduced)
+    said: set[str] = set()
+    for group in groups_of(reduced.states):
+        for s in group.columns:
+            yield reduced.states[s], "float", reduced.merged[:, s]
+        ranks = reduced.state_ranks[group.columns[0]]
+        if ranks != reduced.world_size and group.name not in said:
+            said.add(group.name)  # another metric by this name is not recorded
+            yield f"{group.name}/ranks", "int", np.full(len(reduced), ranks)
 
 
 def _statistics(

@@ -13,6 +13,9 @@ from everyrank.ranks.base import Identity
 from everyrank.ranks.launcher import as_told_by
 from everyrank.ranks.store import Store
 
+#: The device on which a backend's collectives run; every other one works on host memory.
+_DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}
+
 
 def _dist() -> Any | None:
     """Give `torch.distributed` if the program has imported it, and this torch can do it."""
@@ -49,6 +52,24 @@ def members(group: Any) -> tuple[int, ...] | None:
         # The slice of the mesh that holds this rank: `mesh["dp"]` has one row for each group.
         return tuple(int(rank) for rank in group.mesh.flatten().tolist())
     return None
+
+
+def device_of(group: Any) -> Any:
+    """Give the device on which a group's collectives run."""
+    import torch
+    import torch.distributed as dist
+
+    backend = str(dist.get_backend(group))
+    kind = next((kind for name, kind in _DEVICES.items() if name in backend), "cpu")
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
+
+
+def reachable(group: Any, device: Any) -> Any:
+    """Give a device if a group's collectives reach it, else the one on which they run."""
+    kinds = {each.type for each in getattr(group, "_device_types", ())}
+    return device if device.type in kinds else device_of(group)
 
 
 class TorchStore:

@@ -65,6 +65,13 @@ class _Table(NamedTuple):
     names: tuple[str, ...]
     stats: tuple[str, ...] = ()
     who: frozenset[int] = frozenset()
+    states: tuple[str, ...] = ()
+    state_ranks: tuple[int, ...] = ()
+
+    @property
+    def reduced_width(self) -> int:
+        """How many numbers a reduced step has, its step and time among them."""
+        return 2 + len(self.names) * (2 + len(self.stats)) + len(self.states)
 
 
 class Frames:
@@ -96,10 +103,16 @@ class Frames:
 
     def send_reduced(self, reduced: Reduced) -> None:
         """Queue reduced rows."""
-        table = self._table(_Table(reduced.names, reduced.stats, reduced.who))
-        for piece in _pieces(reduced, 2 + len(reduced.names) * (2 + len(reduced.stats))):
+        told = _Table(
+            reduced.names, reduced.stats, reduced.who, reduced.states, reduced.state_ranks
+        )
+        table = self._table(told)
+        for piece in _pieces(reduced, told.reduced_width):
             head = _REDUCED.pack(table, len(piece), piece.world_size, 0)
-            arrays = (piece.steps, piece.times, piece.values, piece.ranks, piece.nonfinite)
+            arrays = (
+                *(piece.steps, piece.times, piece.values, piece.ranks, piece.nonfinite),
+                *([piece.merged] if piece.states else []),
+            )
             self._frame(Kind.REDUCED, head, *map(_bytes, arrays))
 
     def take(self, most: int) -> bytes:
@@ -138,9 +151,9 @@ class Frames:
     def read_reduced(self, payload: bytes) -> Reduced:
         """Give the reduced rows of a frame."""
         table, n, world_size, _ = _REDUCED.unpack_from(payload)
-        names, stats, who = self._tables_in[table]
+        names, stats, who, states, state_ranks = self._tables_in[table]
         m, s = len(names), len(stats)
-        steps, times, values, ranks, nonfinite = _arrays(
+        steps, times, values, ranks, nonfinite, merged = _arrays(
             payload,
             _REDUCED.size,
             ("<i8", n),
@@ -148,6 +161,7 @@ class Frames:
             ("<f8", s * n * m),
             ("<i8", n * m),
             ("<i8", n * m),
+            ("<f8", n * len(states)),
         )
         return Reduced(
             steps,
@@ -159,6 +173,9 @@ class Frames:
             nonfinite.reshape(n, m),
             world_size,
             who,
+            states,
+            state_ranks,
+            merged.reshape(n, len(states)),
         )
 
     def _table(self, table: _Table) -> int:
@@ -167,13 +184,15 @@ class Frames:
             if len(self._tables_out) >= _MOST_TABLES:
                 self._tables_out.clear()
             number = self._tables_out[table] = len(self._tables_out)
-            self.say(Kind.TABLE, [number, table.names, table.stats, sorted(table.who)])
+            self.say(Kind.TABLE, [number, *table._replace(who=sorted(table.who))])  # type: ignore[arg-type]
         return number
 
     def _learn_table(self, payload: bytes) -> None:
         """Remember what is behind a number."""
-        number, names, stats, who = json.loads(payload)
-        self._tables_in[number] = _Table(tuple(names), tuple(stats), frozenset(who))
+        number, names, stats, who, states, ranks = json.loads(payload)
+        self._tables_in[number] = _Table(
+            tuple(names), tuple(stats), frozenset(who), tuple(states), tuple(ranks)
+        )
 
     def _frame(self, kind: Kind, *parts: bytes) -> None:
         if self.closed:
@@ -214,8 +233,8 @@ class Frames:
         known = self._tables_in.get(table)
         if known is None:
             return False
-        columns = 1 if kind is Kind.ROWS else 2 + len(known.stats)
-        size: int = head.size + 8 * n * (2 + columns * len(known.names))
+        width = 2 + len(known.names) if kind is Kind.ROWS else known.reduced_width
+        size: int = head.size + 8 * n * width
         return len(payload) == size
 
     def _end(self) -> None:
@@ -309,7 +328,7 @@ def _parsed(payload: bytes) -> Any:
 
 def _is_table(message: Any) -> bool:
     """Say whether this is a number, names, statistics and ranks."""
-    if not isinstance(message, list) or len(message) != 4 or not isinstance(message[0], int):
+    if not isinstance(message, list) or len(message) != 6 or not isinstance(message[0], int):
         return False
-    kinds = zip(message[1:], (str, str, int), strict=True)
+    kinds = zip(message[1:], (str, str, int, str, int), strict=True)
     return all(isinstance(m, list) and all(isinstance(x, t) for x in m) for m, t in kinds)

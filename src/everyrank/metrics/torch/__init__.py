@@ -1,0 +1,1 @@
+"""How declared metrics live in torch: open numbers, the cycle of a window, syncs, checkpoints."""

@@ -1,0 +1,405 @@
+"""The catalogue as pure functions for JAX: the same laws as in torch, inside whatever transforms."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_metric_programs as programs
+import jax_programs
+import numpy as np
+import pytest
+from all_cases import CASES
+from jax_metric_programs import TEXTS, arrays
+from metric_programs import part
+
+import everyrank.jax.metrics as pure_metrics
+from everyrank import History
+from everyrank.errors import MetricError, OptionError
+from everyrank.jax.metrics import pure
+from everyrank.metrics import Mean
+from everyrank.metrics.handing import made_again
+from everyrank.testing import run_ranks
+
+PATIENT = 150  # seconds; only there to end a hang
+N = 60
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Call a function of the programs in a process that has 8 devices."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        1, context, initializer=jax_programs.simulate_devices, initargs=(8,)
+    ) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(PATIENT)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return np.concatenate([plain(entry) for entry in value.values()])
+    if isinstance(value, tuple | list):
+        return np.concatenate([plain(part) for part in value] or [np.zeros(0)])
+    return np.asarray(value, np.float64).reshape(-1)
+
+
+def by_torch(name: str, seed: int, dtype: Any = None) -> Any:
+    """Give the value as the torch side has it, of the same samples."""
+    data = CASES[name].data(np.random.default_rng(seed), N)
+    if dtype is not None:
+        data = tuple(
+            x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+            for x in data
+        )
+    metric = CASES[name].make()
+    metric.update(*data)
+    return metric.compute()
+
+
+# ------------------------------------------------------------------------------- laws
+
+
+#: One of each class: the other cases are tried in torch, and each takes a second to compile.
+CLASSES = list({type(case.make()): name for name, case in reversed(CASES.items())}.values())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_law_batches_and_merges_give_the_value_of_the_whole(name):
+    """As torch has it, to what float32 can tell; eager, and compiled where samples are numbers."""
+    data = CASES[name].data(np.random.default_rng(7), N)
+    metric = pure(CASES[name].make())
+    update = metric.update if name.startswith(TEXTS) else jax.jit(metric.update)
+    a, b = metric.init(), metric.init()
+    a = update(a, *arrays(part(data, np.arange(20))))
+    a = metric.update(a, *arrays(part(data, np.arange(20, 20))))
+    b = update(b, *arrays(part(data, np.arange(20, 40))))
+    b = update(b, *arrays(part(data, np.arange(40, 60))))
+    assert jax.tree.structure(a) == jax.tree.structure(metric.init())
+    together = metric.merge(a, b)
+    wanted = plain(by_torch(name, 7, np.float32))
+    np.testing.assert_allclose(plain(metric.read(together)), wanted, rtol=5e-4, atol=2e-5)
+    computed = jax.jit(metric.compute)(together)
+    np.testing.assert_allclose(plain(computed), wanted, rtol=5e-4, atol=2e-5)
+
+
+def test_law_in_64_bits_it_is_what_torch_has(elsewhere):
+    """Each metric of the catalogue, also where the digits are all at the end."""
+    names = CLASSES + [name for name in CASES if "far" in name and name not in CLASSES]
+    for name, value in elsewhere(programs.with_64_bits, names, 3).items():
+        np.testing.assert_allclose(
+            plain(value), plain(by_torch(name, 3)), rtol=1e-8, atol=1e-12, err_msg=name
+        )
+
+
+def test_every_metric_is_there_by_its_name():
+    """With the options that it has, and as a page of names."""
+    assert repr(pure_metrics.Std(correction=1)) == "Std(correction=1)"
+    assert {"Mean", "Accuracy", "Quantile", "Running", "pure"} <= set(dir(pure_metrics))
+    with pytest.raises(AttributeError, match="has no attribute 'Accuracies'"):
+        _ = pure_metrics.Accuracies
+
+
+# ------------------------------------------------------------------------------- transforms
+
+
+def test_a_state_may_be_carried_through_a_scan():
+    """And given away to the function that makes the next one."""
+    metrics = programs.many()
+
+    @jax.jit
+    def epoch(state, values):
+        return jax.lax.scan(lambda s, x: (metrics.update(s, x), None), state, values)[0]
+
+    found = metrics.read(epoch(metrics.init(), jnp.arange(6.0)))
+    assert found == {
+        "loss": 2.5, "high": 5, "low": 0, "n": 6, "last": 5, "running": 9,
+        "std": pytest.approx(np.std(np.arange(6.0)), rel=1e-6),
+        "fading": pytest.approx(sum(i * 0.5 ** (5 - i) for i in range(6)) / 1.96875, rel=1e-6),
+    }  # fmt: skip
+
+
+def test_a_state_may_be_mapped_over_and_donated():
+    """One for each member of an ensemble; an old state is not needed any more."""
+    metrics = programs.many()
+    states = jax.vmap(lambda x: metrics.update(metrics.init(), x))(jnp.arange(12.0).reshape(3, 4))
+    assert jax.vmap(metrics.compute)(states)["loss"].tolist() == [1.5, 5.5, 9.5]
+    step = jax.jit(metrics.update, donate_argnums=0)
+    state = metrics.init()
+    for _ in range(3):
+        state = step(state, jnp.ones(2))
+    assert metrics.read(state)["n"] == 6
+
+
+def test_no_state_is_changed_by_a_later_one():
+    """All of it is pure."""
+    metric = pure_metrics.Mean()
+    first = metric.update(metric.init(), 1.0)
+    second = metric.update(first, 5.0)
+    assert (metric.read(first), metric.read(second)) == (1, 3)
+    assert metric.read(metric.merge(first, second)) == pytest.approx(7 / 3)
+
+
+def test_nothing_is_compiled_for_other_values(elsewhere):
+    """Shapes count, numbers do not."""
+    assert elsewhere(programs.compiled_once) == 0
+
+
+def test_a_state_is_saved_by_orbax(tmp_path):
+    """As any tree of arrays."""
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    metrics = programs.many()
+    state = metrics.update(metrics.init(), jnp.arange(5.0))
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        again = saver.restore(tmp_path / "state", jax.eval_shape(metrics.init))
+    assert metrics.read(again) == metrics.read(state)
+
+
+# ------------------------------------------------------------------------------- exactness
+
+
+def test_counting_is_exact_past_the_digits_of_a_float32():
+    """Without 64 bits: 2**24 and one more, and a number of the host that is larger still."""
+    metric = pure_metrics.Collection(count=pure_metrics.Count(), total=pure_metrics.Sum())
+    step = jax.jit(metric.update)
+    state = metric.update(metric.init(), {"count": np.zeros(2**24, np.float32)})
+    for _ in range(5):
+        state = step(state, {"count": jnp.ones(()), "total": jnp.float32(2**24)})
+        state = step(state, {"total": jnp.float32(1)})
+    assert metric.read(state) == {"count": 2**24 + 5, "total": 5 * 2**24 + 5}
+    both = metric.merge(state, metric.merge(metric.init(), state))
+    assert metric.read(both) == {"count": 2**25 + 10, "total": 10 * 2**24 + 10}
+
+
+def test_what_is_not_finite_leaves_no_trace_in_the_rest():
+    """An infinite sum is infinite, and a NaN is a NaN."""
+    metric = pure_metrics.Sum()
+    for value in (np.inf, -np.inf, np.nan):
+        state = metric.update(metric.update(metric.init(), 1.0), value)
+        np.testing.assert_equal(metric.read(state), value)
+        np.testing.assert_equal(float(metric.compute(state)), value)
+
+
+# ------------------------------------------------------------------------------- devices
+
+
+VALUES = np.arange(16, dtype=np.float32)
+WHOLE = {
+    "loss": 7.5, "high": 15, "low": 0, "n": 16, "last": 15, "running": 120, "fading": 7.5,
+    "std": pytest.approx(np.std(VALUES), rel=1e-6),
+}  # fmt: skip
+
+
+def test_states_of_eight_devices_come_together_in_one_all_reduce(elsewhere):
+    """However many metrics; what comes out is the same on every device."""
+    found, reduces, others = elsewhere(programs.on_each_device, VALUES)
+    assert found == WHOLE
+    assert (reduces, others) == (1, 0)
+
+
+def test_a_nan_on_one_device_is_seen_by_all(elsewhere):
+    """XLA's own maximum over devices loses it."""
+    values = VALUES.copy()
+    values[5] = np.nan
+    found, *_ = elsewhere(programs.on_each_device, values)
+    for name in ("loss", "high", "low", "std"):
+        assert np.isnan(found[name]), name
+    assert found["n"] == 16
+
+
+@pytest.mark.parametrize("how", ["on_two_axes", "under_pmap"])
+def test_axes_may_be_several_and_of_pmap(elsewhere, how):
+    """As everywhere else in this room."""
+    assert elsewhere(getattr(programs, how), VALUES) == WHOLE
+
+
+def test_whole_arrays_need_no_reduce(elsewhere):
+    """In a jitted step over a mesh an update sees all there is."""
+    found = elsewhere(programs.over_a_mesh, VALUES)
+    assert found == WHOLE | {"n": 32, "running": 240, "loss": 7.5}
+
+
+def test_states_too_large_for_a_place_each_are_summed_up(elsewhere):
+    """A matrix of a million numbers on 8 devices."""
+    counts, high = elsewhere(programs.large_states, 1000)
+    assert counts[:64] == [1] * 64
+    assert high == 63
+
+
+def test_reduce_outside_of_shard_map_says_what_to_do():
+    """There is no axis of that name."""
+    metric = pure_metrics.Mean()
+    with pytest.raises(OptionError, match=r"axis_name='batch' is no axis here: reduce is called"):
+        metric.reduce(metric.init())
+
+
+# ------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (
+            lambda: pure_metrics.Mean().update({}, 1.0),
+            MetricError,
+            r"state=\{\} is none of Mean\(\)",
+        ),
+        (
+            lambda: programs.many().compute(pure_metrics.Mean().init()),
+            MetricError,
+            r"'sum': \(2,\).* is none of Collection\(loss=Mean\(\)",
+        ),
+        (
+            lambda: programs.many().update(programs.many().init(), {"los": 1.0}),
+            MetricError,
+            "'los' is no metric of this collection, which has loss, high",
+        ),
+        (lambda: pure(Mean), OptionError, "must be a declared metric"),
+        (
+            lambda: pure_metrics.Collection(a=Mean()),
+            OptionError,
+            r"'a' is Mean\(\), and no metric of",
+        ),
+        (
+            lambda: pure_metrics.Mean().update(pure_metrics.Mean().init(), "text"),
+            MetricError,
+            "str is no array of torch, JAX or numpy",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_do(use, error, message):
+    """Also inside a trace, since shapes tell."""
+    with pytest.raises(error, match=message):
+        use()
+
+
+# ------------------------------------------------------------------------------- History
+
+
+@pytest.fixture
+def history(tmp_path):
+    with History(outdir=tmp_path / "run") as history:
+        yield history
+
+
+def test_metrics_are_recorded_as_they_are_in_a_state(history):
+    """One or a collection, exact past the digits of a float32; the state may be given away."""
+    metrics, count = programs.many(), pure_metrics.Count()
+    state = metrics.update(metrics.init(), jnp.arange(4.0))
+    counted = count.update(count.update(count.init(), np.zeros(2**24)), 1.0)
+    history.update({"train": metrics.at(state), "n": count.at(counted)})
+    jax.jit(metrics.update, donate_argnums=0)(state, 1.0)
+    record = history.latest.values
+    assert record["train/loss"] == 1.5
+    assert record["train/running"] == 6
+    assert record["n"] == 2**24 + 1
+
+
+def test_a_state_inside_jit_has_no_value_yet(history):
+    """The message says to hand it over outside."""
+    metric = pure_metrics.Mean()
+
+    @jax.jit
+    def step(x):
+        history.update({"m": metric.at(metric.update(metric.init(), x))})
+        return x
+
+    with pytest.raises(
+        MetricError, match=r"'m' is a tracer: update\(\) was called inside a jitted"
+    ):
+        step(jnp.ones(3))
+
+
+def test_update_returns_while_the_values_are_still_being_computed(elsewhere):
+    """It dispatches a copy behind them, and waits for nothing."""
+    before, after, n = elsewhere(programs.never_waits)
+    assert (before, after) == (False, False)
+    assert n == 2
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_processes_of_jax_record_over_all_of_them(tmp_path, n):
+    """Arrays, metrics, and what only one of them has."""
+    ranks = run_ranks(
+        programs.in_history,
+        n,
+        str(tmp_path / "run"),
+        n,
+        backend=None,
+        start_method="forkserver",
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    samples = [10.0 * rank + value + 3 for rank in range(n) for value in range(rank + 1)]
+    for rank, (record, series) in enumerate(ranks):
+        assert record["loss"] == (rank + 3) ** 2
+        assert record["loss/mean"] == np.mean([(r + 3) ** 2 for r in range(n)])
+        assert series["loss/mean"] == [np.mean([(r + i) ** 2 for r in range(n)]) for i in range(4)]
+        assert record["m/loss"] == pytest.approx(np.mean(samples), rel=1e-6)
+        assert record["m/n"] == len(samples)
+        assert record["m/std"] == pytest.approx(np.std(samples), rel=1e-6)
+        assert record["only/max"] == (n - 1) % 3
+        assert record["only/ranks"] == 1
+
+
+def test_statistics_are_those_of_torch_to_the_last_bit(tmp_path):
+    """The same numbers, as arrays and as tensors."""
+    found = [
+        run_ranks(
+            programs.same_numbers,
+            2,
+            str(tmp_path / framework),
+            framework,
+            backend=None,
+            start_method="forkserver",
+            env={"JAX_PLATFORMS": "cpu"},
+        )
+        for framework in ("torch", "jax")
+    ]
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 4 * 6
+
+
+def test_processes_of_jax_may_disagree(tmp_path):
+    """Other keys, fewer steps: statistics are over those who reported."""
+    ranks = run_ranks(
+        programs.disagreeing_processes,
+        3,
+        str(tmp_path / "run"),
+        backend=None,
+        start_method="forkserver",
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    whole = {
+        "both/mean": [0, 1, 2, 3, 4, 5],
+        "a/mean": [0.5, 1.5, 2.5, 3, 4, 5],
+        "b/mean": [2, 3, 4, 5, 6, 7],
+    }
+    assert ranks[0] == ranks[2] == whole
+    assert ranks[1] == {name: values[:3] for name, values in whole.items()}
+
+
+def test_nothing_is_dispatched_from_a_background_thread():
+    """It could reorder the program's own collectives."""
+    (threads,) = run_ranks(
+        programs.dispatch_order,
+        1,
+        backend=None,
+        start_method="forkserver",
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    assert threads == {"MainThread"}
+
+
+def test_what_a_metric_says_of_itself_is_understood_by_the_other_framework(history):
+    """The writing rank may have torch, or JAX, or neither."""
+    metric = pure_metrics.Accuracy(classes=3)
+    state = metric.update(metric.init(), jnp.array([0, 1]), jnp.array([0, 2]))
+    handed = metric.at(state).hand_over("accuracy")
+    made = made_again(json.loads(handed.spec))
+    assert made is not None
+    assert made(np.asarray(handed.array, np.float64)) == 0.5
