@@ -16,6 +16,7 @@ from everyrank import errors
         (errors.OptionError("an option"), ValueError),
         (errors.MissingPackage("The plot", "matplotlib"), ImportError),
         (errors.RunDirectoryError("a directory"), OSError),
+        (errors.SyncFailed("a sync"), RuntimeError),
     ],
 )
 def test_an_error_is_caught_as_ours_and_as_what_python_calls_it(error: Exception, also: type):

@@ -383,6 +383,19 @@ def test_processes_of_jax_may_disagree(tmp_path):
     assert ranks[1] == {name: values[:3] for name, values in whole.items()}
 
 
+def test_a_process_of_jax_that_falls_silent_is_not_waited_for(tmp_path):
+    """Past the deadline the others go on without it."""
+    first, _, third = run_ranks(
+        programs.a_silent_process,
+        3,
+        str(tmp_path),
+        backend=None,
+        start_method="forkserver",
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    assert first == third == [1, 2, 3, 4]
+
+
 def test_nothing_is_dispatched_from_a_background_thread():
     """It could reorder the program's own collectives."""
     (threads,) = run_ranks(

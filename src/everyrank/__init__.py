@@ -17,6 +17,7 @@ the background, becomes records, and these go to the columns in memory and to th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         MissingPackage,
         OptionError,
         RunDirectoryError,
+        SyncFailed,
     )
     from everyrank.history import History
     from everyrank.records import Record
@@ -49,6 +51,7 @@ _HOMES = {
     "Record": "records",
     "RunDirectoryError": "errors",
     "StopWatch": "stopwatch",
+    "SyncFailed": "errors",
     "setup_torch": "setup",
     "setup_wandb": "setup",
 }
@@ -64,19 +67,31 @@ __all__ = [
     "Record",
     "RunDirectoryError",
     "StopWatch",
+    "SyncFailed",
     "setup_torch",
     "setup_wandb",
 ]
 
 
+def lazily(package: str, homes: Mapping[str, str], names: dict[str, Any]) -> Callable[[str], Any]:
+    """Give a package's `__getattr__`: it imports a public name from its home when somebody asks."""
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"everyrank.{homes[name]}"), name)
+        names[name] = value  # the next access does not come here
+        return value
+
+    return find
+
+
+_find = lazily(__name__, _HOMES, globals())
+
+
 def __getattr__(name: str) -> Any:
-    if name == "testing":  # for programs that say everyrank.testing without importing it
-        return import_module("everyrank.testing")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'everyrank' has no attribute {name!r}")
-    value = getattr(import_module(f"everyrank.{_HOMES[name]}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+    # For programs that say everyrank.testing or everyrank.metrics without importing it.
+    return import_module(f"everyrank.{name}") if name in ("testing", "metrics") else _find(name)
 
 
 def __dir__() -> list[str]:

@@ -308,13 +308,13 @@ def test_labels_out_of_range_do_not_make_up_for_each_other(p: int, t: int):
 
 
 @pytest.mark.parametrize("ignore", [None, 3])
-def test_a_confusion_matrix_of_many_samples_leaves_them_as_they_are(ignore: int | None):
-    """There are ways for few samples and for many, which count alike and write over nothing."""
-    predicted, actual = torch.randint(0, 7, (2, 300), generator=torch.Generator().manual_seed(0))
+def test_a_confusion_matrix_of_many_samples_counts_each_once(ignore: int | None):
+    """Many samples are counted in parts, and neither they nor what they are made of is written over."""
+    predicted, actual = torch.randint(0, 7, (2, 70_000), generator=torch.Generator().manual_seed(0))
     before = predicted.clone(), actual.clone()
     whole = value(ConfusionMatrix(classes=7, ignore=ignore), predicted, actual)
     parts = value(ConfusionMatrix(classes=7, ignore=ignore), predicted, actual, 20)
-    kept = torch.ones(300, dtype=torch.bool) if ignore is None else actual != ignore
+    kept = torch.ones(70_000, dtype=torch.bool) if ignore is None else actual != ignore
     expected = sk.confusion_matrix(actual[kept], predicted[kept], labels=range(7))
     np.testing.assert_array_equal(whole, expected)
     np.testing.assert_array_equal(parts, expected)

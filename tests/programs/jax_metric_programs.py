@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import time
 from typing import Any
 
 import jax
@@ -173,12 +175,33 @@ def same_numbers(rank, directory, framework):
 
 def disagreeing_processes(rank, directory):
     """Log other keys, other steps, fewer of them; one rank leaves early."""
+    jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", 3, rank)
     with History(outdir=directory, timeout=20.0) as history:
         for i in range(6 - 3 * (rank == 1)):
             key = "a" if rank != 2 else "b"
             history.update({key: jnp.float32(rank + i), "both": jnp.float32(i)}, step=i)
         history.flush()
-        return {name: list(history[name]) for name in ("both/mean", "a/mean", "b/mean")}
+        found = {name: list(history[name]) for name in ("both/mean", "a/mean", "b/mean")}
+    jax.distributed.shutdown()
+    return found
+
+
+def a_silent_process(rank, directory):
+    """Have one of three processes fall silent, until the others have given up on it."""
+    jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", 3, rank)
+    waited = pathlib.Path(directory) / f"waited-{rank}"
+    with History(outdir=f"{directory}/run", timeout=2.0) as history:
+        for i in range(1 if rank == 1 else 4):
+            history.update({"x": jnp.float32(rank + i)}, step=i)
+        if rank == 1:
+            while len(list(waited.parent.glob("waited-*"))) < 2:
+                time.sleep(0.01)
+        else:
+            history.flush()
+            waited.touch()
+        found = list(history["x/mean"])
+    jax.distributed.shutdown()
+    return found
 
 
 def dispatch_order(rank):

@@ -26,8 +26,9 @@ processes, call on every one of them with trees that look alike, as JAX asks for
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from everyrank import lazily
 
 if TYPE_CHECKING:
     from everyrank.jax.collect import collect_from_devices
@@ -50,19 +51,19 @@ if TYPE_CHECKING:
 
 #: Where each public name lives; it is imported when somebody asks for it.
 _HOMES = {
-    "all_gather": "collective",
-    "collect_from_devices": "collect",
-    "reduce_custom": "reduce",
-    "reduce_max": "reduce",
-    "reduce_max_collective": "collective",
-    "reduce_mean": "reduce",
-    "reduce_mean_collective": "collective",
-    "reduce_min": "reduce",
-    "reduce_min_collective": "collective",
-    "reduce_sum": "reduce",
-    "reduce_sum_collective": "collective",
-    "reduce_weighted_mean": "reduce",
-    "reduce_weighted_mean_collective": "collective",
+    "all_gather": "jax.collective",
+    "collect_from_devices": "jax.collect",
+    "reduce_custom": "jax.reduce",
+    "reduce_max": "jax.reduce",
+    "reduce_max_collective": "jax.collective",
+    "reduce_mean": "jax.reduce",
+    "reduce_mean_collective": "jax.collective",
+    "reduce_min": "jax.reduce",
+    "reduce_min_collective": "jax.collective",
+    "reduce_sum": "jax.reduce",
+    "reduce_sum_collective": "jax.collective",
+    "reduce_weighted_mean": "jax.reduce",
+    "reduce_weighted_mean_collective": "jax.collective",
 }
 
 __all__ = [
@@ -82,12 +83,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'everyrank.jax' has no attribute {name!r}")
-    value = getattr(import_module(f"everyrank.jax.{_HOMES[name]}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__ = lazily(__name__, _HOMES, globals())
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,9 @@ does all of it for many metrics in one or two collectives.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from everyrank import lazily
 
 if TYPE_CHECKING:
     from everyrank.arrays import arrays_of
@@ -205,12 +206,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'everyrank.metrics' has no attribute {name!r}")
-    value = getattr(import_module(f"everyrank.{_HOMES[name]}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__ = lazily(__name__, _HOMES, globals())
 
 
 def __dir__() -> list[str]:

@@ -117,6 +117,7 @@ class Cycle:
             now = self._now()
             self._open = Numbers(self.plan, device)
             self._open.fill(now)
+            self._fused = None
             self._empty_rings(self._moving)
 
     def _can_fuse(self, batch: Mapping[str, Any]) -> bool:
