@@ -405,7 +405,8 @@ def test_nothing_is_dispatched_from_a_background_thread():
         start_method="forkserver",
         env={"JAX_PLATFORMS": "cpu"},
     )
-    assert threads == {"MainThread"}
+    assert len(threads) >= 30  # ten steps of a sum, an update, and two copies
+    assert set(threads) == {"MainThread"}
 
 
 def test_what_a_metric_says_of_itself_is_understood_by_the_other_framework(history):

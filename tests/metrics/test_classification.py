@@ -309,7 +309,7 @@ def test_labels_out_of_range_do_not_make_up_for_each_other(p: int, t: int):
 
 @pytest.mark.parametrize("ignore", [None, 3])
 def test_a_confusion_matrix_of_many_samples_counts_each_once(ignore: int | None):
-    """Many samples are counted in parts, and neither they nor what they are made of is written over."""
+    """They are counted in parts, with weights and without, and none is written over."""
     predicted, actual = torch.randint(0, 7, (2, 70_000), generator=torch.Generator().manual_seed(0))
     before = predicted.clone(), actual.clone()
     whole = value(ConfusionMatrix(classes=7, ignore=ignore), predicted, actual)

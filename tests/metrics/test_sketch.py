@@ -26,7 +26,7 @@ def near_edges(draw: Any, error: float) -> float:
     edge = edges[draw(st.integers(1, len(edges) - 2))]
     for _ in range(draw(st.integers(0, 3))):
         edge = math.nextafter(edge, draw(st.sampled_from([-math.inf, math.inf])))
-    return edge
+    return edge if abs(edge) >= 1e-9 else math.copysign(1e-9, edge)  # below, it is 0
 
 
 def quantiles(values: Any, q: Any = QS, **options: Any) -> list[float]:

@@ -209,14 +209,15 @@ def dispatch_order(rank):
     import tempfile
     import threading
 
+    from jax._src import pjit
     from jax._src.interpreters import pxla
 
-    jax.config.update("jax_debug_nans", True)  # or calls that are known would pass this by
-    threads: set[str] = set()
+    pjit._get_fastpath_data = lambda *_: None  # or calls that are known would pass this by
+    threads: list[str] = []
     call = pxla.ExecuteReplicated.__call__
 
     def seen(self, *args):
-        threads.add(threading.current_thread().name)
+        threads.append(threading.current_thread().name)
         return call(self, *args)
 
     with tempfile.TemporaryDirectory() as directory:
