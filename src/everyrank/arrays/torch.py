@@ -98,7 +98,7 @@ class TorchArrays:
             values, int | float
         ):  # a kernel of its own, where a copy from here would wait
             return torch.full((), values, dtype=wide, device=like.device)
-        return torch.tensor(values, dtype=wide, device=like.device)
+        return torch.tensor(values, dtype=wide).to(like.device, non_blocking=True)
 
     def counts(self, index: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
         return _counted(index, size, weights).to(wide_dtype(index.device.type))

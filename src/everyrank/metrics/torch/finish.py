@@ -70,7 +70,8 @@ class _Group:
         for state, (operator, places) in self._places.items():
             vector, index = flat[operator], self._indices.get(state)
             if index is None or index.device != vector.device:
-                index = self._indices[state] = torch.tensor(places, device=vector.device)
+                index = torch.tensor(places).to(vector.device, non_blocking=True)
+                self._indices[state] = index
             states[state] = vector.index_select(0, index)
         return states
 

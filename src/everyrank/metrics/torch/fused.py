@@ -81,7 +81,7 @@ class Fused:
                 else:
                     place = constants.setdefault(constant, len(constants))
                     picks.append(len(self._names) + place)
-        tensors = [torch.tensor(c, dtype=dtype, device=self._device) for c in constants]
+        tensors = [torch.full((), c, dtype=dtype, device=self._device) for c in constants]
         return _Group(tuple(tensors), itemgetter(*picks), tuple(merges))
 
 

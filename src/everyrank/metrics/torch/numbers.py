@@ -34,10 +34,17 @@ def identity_of(operator: str, width: int, device: torch.device) -> Tensor:
 
 
 def _identity(operator: str, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _filled(operator, torch.empty(width, dtype=dtype, device=device))
+
+
+def _filled(operator: str, vector: Tensor) -> Tensor:
+    """Fill a vector with what changes nothing; by kernels, since a copy from here would wait."""
     numbers = OPERATORS[operator].identity
     if len(set(numbers)) == 1:
-        return torch.full((width,), numbers[0], dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, device=device).repeat(width // len(numbers))
+        return vector.fill_(numbers[0])
+    for i, number in enumerate(numbers):
+        vector[i :: len(numbers)].fill_(number)
+    return vector
 
 
 def merged(a: Flat, b: Flat) -> Flat:
@@ -94,10 +101,8 @@ class Numbers:
             value = value.reshape(slot.shape)
         view = self._view(slot)
         if slot.operator != "sum":
-            if not isinstance(value, Tensor):
-                value = torch.full((), value, dtype=view.dtype, device=self.device)
             merge = OPERATORS[slot.operator].merge
-            view.copy_(merge(ARRAYS, view, value.to(view)))
+            view.copy_(merge(ARRAYS, view, self._here(value)))
         elif self._rest is not None:
             self._merge_pair(slot.here, value)
         else:
@@ -129,10 +134,7 @@ class Numbers:
     def clear(self, owner: str) -> None:
         """Empty the states of one metric."""
         for name, slot in self._plan.by_owner[owner].items():
-            view = self._views[owner][name]
-            numbers = OPERATORS[slot.operator].identity
-            for i, number in enumerate(numbers):
-                (view if len(numbers) == 1 else view[i]).fill_(number)
+            _filled(slot.operator, self._views[owner][name])
             if self._rest is not None and slot.operator == "sum":
                 self._rest[slot.here] = 0.0
 
@@ -152,17 +154,19 @@ class Numbers:
     def fill(self, flat: Flat | None = None) -> None:
         """Hold these numbers from now on; none of them means those of metrics that saw nothing."""
         for operator, vector in self._flat.items():
-            numbers = OPERATORS[operator].identity
-            if flat is not None:
-                vector.copy_(flat[operator])
-            elif len(set(numbers)) == 1:
-                vector.fill_(numbers[0])
+            if flat is None:
+                _filled(operator, vector)
             else:
-                for i, number in enumerate(numbers):
-                    vector[i :: len(numbers)] = number
+                vector.copy_(flat[operator], non_blocking=True)
         if self._rest is not None:
             exact = flat["sum"].cpu() if flat is not None else self._flat["sum"].cpu()
             self._rest.copy_(exact - exact.to(torch.float32))
+
+    def _here(self, value: Any) -> Tensor:
+        """Give a contribution as wide floats where the numbers are, without waiting for a device."""
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=wide_dtype(self.device.type), device=self.device)
+        return value.to(self.device, wide_dtype(self.device.type), non_blocking=True)
 
     def _view(self, slot: Slot) -> Tensor:
         if torch.compiler.is_compiling():  # where parts of one tensor are better not handed in
@@ -187,8 +191,8 @@ class Numbers:
         view = self._view(slot)
         if order is None:  # after all others: it need not be compared
             view[0].copy_(torch.clamp(view[0], min=0.0) + 1.0)
-            view[1].copy_(torch.as_tensor(value))
+            view[1].copy_(self._here(value))
             return
-        new = [torch.as_tensor(x, dtype=view.dtype, device=self.device) for x in (order, value)]
+        new = [self._here(order), self._here(value)]
         later = new[0] >= view[0]
         view.copy_(torch.where(later, torch.stack(new), view))

@@ -37,7 +37,7 @@ class Ring:
             parts = self._parts[name]
             fresh = identity_of(slot.operator, slot.size, parts.device)
             if name in batch:
-                fresh.copy_(torch.as_tensor(batch[name]).reshape(-1))
+                fresh.copy_(torch.as_tensor(batch[name]).reshape(-1), non_blocking=True)
             parts.index_copy_(0, self._cursor, fresh[None])
             together[name] = _together(slot, parts)
         self._cursor.add_(1).remainder_(self._n)
