@@ -12,7 +12,18 @@ from typing import Any
 from benchmarks.harness import Table, machine, machine_word, verdict
 
 #: In the order in which a reader would ask.
-NAMES = ("update_cost", "paced", "tensors", "ranks", "lag", "memory", "imports", "jax_reduce")
+NAMES = (
+    "update_cost",
+    "paced",
+    "tensors",
+    "ranks",
+    "lag",
+    "memory",
+    "imports",
+    "jax_reduce",
+    "metrics",
+    "jax_metrics",
+)
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -30,7 +30,17 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 
 #: What the figures depend on besides everyrank itself.
-_PACKAGES = ("numpy", "orjson", "torch", "jax", "wandb", "trackio", "tensorboard")
+_PACKAGES = (
+    "numpy",
+    "orjson",
+    "torch",
+    "jax",
+    "wandb",
+    "trackio",
+    "tensorboard",
+    "torchmetrics",
+    "torcheval",
+)
 
 
 # --------------------------------------------------------------------------------------- timing

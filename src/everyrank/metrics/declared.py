@@ -25,6 +25,7 @@ Written with the functions of `arrays_of(x)`, the same metric also serves JAX (`
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABCMeta
 from collections.abc import Mapping
@@ -74,6 +75,11 @@ class DeclaredMetric(Metric, metaclass=_Opened):
     #: The arguments that it was made with, by which another rank makes it again.
     _made_of: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "of_number" not in vars(cls) and {"batch", "enter", "finish"} & vars(cls).keys():
+            cls.of_number = None  # what is true of the class above need not be of this one
+
     # ---------------------------------------------------------------------------- to declare
 
     def states(self) -> dict[str, State]:
@@ -109,6 +115,8 @@ class DeclaredMetric(Metric, metaclass=_Opened):
                     f"{type(self).__name__}.batch gave a contribution to {state!r}, which is none of "
                     f"its states {', '.join(slots)}."
                 )
+            numbers.check(slots[state], value)  # all of them, before anything is counted
+        for state, value in batch.items():
             numbers.merge(slots[state], value)
 
     def emptied(self) -> None:
@@ -160,6 +168,9 @@ class DeclaredMetric(Metric, metaclass=_Opened):
         from everyrank.metrics.handing import hand_over
 
         return hand_over({"": self}, name)
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)  # or both would write to the same numbers
 
     def __repr__(self) -> str:
         args, kwargs = self._made_of

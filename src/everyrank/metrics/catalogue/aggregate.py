@@ -103,8 +103,6 @@ WeightedMeanMetric = WeightedMean
 class _Extreme(DeclaredMetric):
     """An extreme, and whether there was any value at all."""
 
-    of_number = {"extreme": None, "seen": 1.0}  # noqa: RUF012
-
     def _batch(self, values: Any, extreme: Any) -> Mapping[str, Any]:
         if not math.prod(values.shape):
             return {}
@@ -120,6 +118,8 @@ class Max(_Extreme):
     extreme = State("max")
     seen = State("max")
 
+    of_number = {"extreme": None, "seen": 1.0}  # noqa: RUF012
+
     def batch(self, values: Any) -> Mapping[str, Any]:
         """Take in values of any shape."""
         return self._batch(values, arrays_of(values).highest)
@@ -134,6 +134,8 @@ class Min(_Extreme):
 
     extreme = State("min")
     seen = State("min")
+
+    of_number = {"extreme": None, "seen": 1.0}  # noqa: RUF012
 
     def batch(self, values: Any) -> Mapping[str, Any]:
         """Take in values of any shape."""

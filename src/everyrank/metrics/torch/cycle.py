@@ -59,13 +59,14 @@ class Cycle:
         self._before: Flat | None = None  # what the open numbers hold, before they are opened
         self._placed = False  # on a device that the user named
         self._shown: Flat | None = None  # of this window, what all ranks have together
-        self._found: set[str] = set()  # moving metrics that a sync has brought together
+        self._synced: set[str] = set()  # metrics that this is of
         self._next: Flat | None = None  # what came between the last trigger and its wait
         self._flights: list[Flight] = []
         self._triggered = False  # and not waited for
         self._ended: set[str] = set()  # metrics whose window was ended between trigger and wait
         self._fused: Fused | None = None
         self._finish: Finish | None = None
+        self.about: dict[tuple[str, ...], Any] = {}  # what was told to a History of which metrics
 
     # ---------------------------------------------------------------------------- taking in
 
@@ -214,7 +215,7 @@ class Cycle:
         with torch.no_grad():
             if moving := self._moving.intersection(owners):
                 self._fill(self._without(moving, self._now()))
-                self._found -= moving
+                self._synced -= moving
                 self._empty_rings(moving)
                 for flight in self._flights:
                     flight.skip |= moving
@@ -226,7 +227,7 @@ class Cycle:
     def _begin_next(self, owners: Collection[str]) -> None:
         """Let the next window of some metrics be the one that is open."""
         if len(owners) == len(self._slots) and not self._ended:
-            self._shown = None
+            self._forget_shown(owners)
             self._fill(self._next)
             self._next = None
             return
@@ -251,7 +252,7 @@ class Cycle:
 
         It may be the open numbers themselves, and is copied by whoever asked for it.
         """
-        if self._triggered or (self._shown is not None and not self._moving.issuperset(owners)):
+        if self._triggered or not self._synced.isdisjoint(set(owners) - self._moving):
             raise MetricError(
                 f"{name!r} was brought together by a sync of its own, and its values would count once "
                 "for every rank. Hand it over without calling sync(), or hand over its compute()."
@@ -274,7 +275,7 @@ class Cycle:
     def handed_over(self, owners: Sequence[str]) -> None:
         """Begin the next window of metrics that were handed over."""
         ending = [owner for owner in owners if owner not in self._moving]
-        if self._open is None or len(ending) == len(self._slots):
+        if self._open is None or self._next is not None or len(ending) == len(self._slots):
             self.reset(ending)
             return
         with torch.no_grad():
@@ -306,21 +307,27 @@ class Cycle:
     def load_state_dict(self, state_dict: Mapping[str, Any], owners: Collection[str]) -> None:
         """Take up a checkpoint."""
         slots = self._slots_of(owners)
+        if self._triggered and len(owners) < len(self._slots):
+            raise MetricError(
+                "a sync of the collection is under way, which the others are waiting for. Call its "
+                "wait_sync() before one of its metrics is loaded."
+            )
         shown, now, later = checkpoint.loaded(self.plan, slots, state_dict)
         with torch.no_grad():
             if len(owners) < len(self._slots):  # the others keep what they have
-                self._land()
                 nothing = identity(self.plan, _CPU)
                 shown = with_slots(moved(self._shown or nothing, _CPU), slots, shown)
                 later = with_slots(moved(self._next or nothing, _CPU), slots, later)
                 now = with_slots(moved(self._now(), _CPU), slots, now)
             self._fill(now)
             self._shown = None if _same(shown, identity(self.plan, _CPU)) else shown
+            self._synced = set() if self._shown is None else set(self.metrics) - self._moving
+            if self._open is not None:
+                self._open.come_after(shown)
             self._next = later
             self._flights.clear()
             self._triggered = False
             self._ended.difference_update(owners)
-            self._found.difference_update(owners)
             self._empty_rings(self._moving.intersection(owners))
 
     # ---------------------------------------------------------------------------- inside
@@ -329,7 +336,9 @@ class Cycle:
         """Give a copy of the open numbers."""
         if self._open is not None:
             return self._open.copy()
-        return identity(self.plan, _CPU) if self._before is None else self._before
+        if self._before is None:
+            return identity(self.plan, _CPU)
+        return {operator: vector.clone() for operator, vector in self._before.items()}
 
     def _fill(self, flat: Flat | None) -> None:
         """Have the open numbers hold these; None means those of metrics that saw nothing."""
@@ -364,7 +373,9 @@ class Cycle:
                 both = merged(_beside(self._shown, landed), landed)
                 both = with_slots(both, self._slots_of(self._moving), landed)
             self._shown = both
-            self._found |= self._moving - flight.skip
+            self._synced |= self.metrics.keys() - flight.skip
+            if self._open is not None:
+                self._open.come_after(both)
 
     def _put_back(self, flights: Collection[Flight]) -> None:
         """Count what was sent in vain as if it had not been sent."""
@@ -373,8 +384,9 @@ class Cycle:
         if self._next is not None:
             now, self._next = merged(_beside(self._next, now), now), None
         for flight in reversed(list(flights)):
-            own = self._without(flight.skip | self._moving, flight.own)
+            own = self._without(flight.skip | self._moving | self._ended, flight.own)
             now = merged(_beside(own, now), now)
+        self._ended.clear()
         self._fill(now)
 
     def _current(self) -> Flat:
@@ -388,7 +400,7 @@ class Cycle:
         else:
             both = with_slots(merged(shown, now), self._slots_of(self._ended), shown)
         for owner in self._moving:
-            both = with_slots(both, self._slots[owner], shown if owner in self._found else now)
+            both = with_slots(both, self._slots[owner], shown if owner in self._synced else now)
         return both
 
     def _without(self, owners: Collection[str], flat: Flat) -> Flat:
@@ -398,7 +410,8 @@ class Cycle:
         return with_slots(flat, self._slots_of(owners), identity(self.plan, _device_of(flat)))
 
     def _forget_shown(self, owners: Collection[str]) -> None:
-        if len(owners) == len(self._slots):
+        self._synced.difference_update(owners)
+        if not self._synced:
             self._shown = None
         elif self._shown is not None:
             self._shown = self._without(owners, self._shown)

@@ -31,7 +31,8 @@ class _Group:
 
     constants: tuple[Tensor, ...]
     picks: itemgetter[Any]  # of the numbers and the constants, in the order of the states
-    merges: tuple[tuple[str, slice], ...]  # which part of the stack merges by which operator
+    operators: tuple[str, ...]  # by which the parts of the stack merge
+    sizes: list[int]  # of the parts
 
 
 class Fused:
@@ -61,8 +62,9 @@ class Fused:
         """Take them in."""
         for group in self._groups:
             stack = torch.stack(group.picks((*values, *group.constants)))
-            for operator, part in group.merges:
-                numbers.merge_leading(operator, stack[part])
+            parts = stack.split(group.sizes) if len(group.sizes) > 1 else (stack,)
+            for operator, part in zip(group.operators, parts, strict=True):
+                numbers.merge_leading(operator, part)
 
     def _group(self, plan: Plan, contributions: Contributions, dtype: torch.dtype) -> _Group:
         at = {name: i for i, name in enumerate(self._names) if self._dtypes[i] == dtype}
@@ -73,7 +75,7 @@ class Fused:
             slots = [s for s in plan.slots if s.operator == operator and s.shape == ()]
             if not any(slot.owner in at for slot in slots):
                 continue
-            merges.append((operator, slice(len(picks), len(picks) + len(slots))))
+            merges.append((operator, len(slots)))
             for slot in slots:
                 constant = _constant(slot, contributions, at)
                 if constant is None:
@@ -81,8 +83,11 @@ class Fused:
                 else:
                     place = constants.setdefault(constant, len(constants))
                     picks.append(len(self._names) + place)
-        tensors = [torch.full((), c, dtype=dtype, device=self._device) for c in constants]
-        return _Group(tuple(tensors), itemgetter(*picks), tuple(merges))
+        # Beside integers they are float64, which the stack then is: no identity is an integer.
+        own = dtype if dtype.is_floating_point else torch.float64
+        tensors = [torch.full((), c, dtype=own, device=self._device) for c in constants]
+        operators, sizes = zip(*merges, strict=True)
+        return _Group(tuple(tensors), itemgetter(*picks), operators, list(sizes))
 
 
 def _constant(slot: Slot, contributions: Contributions, at: Mapping[str, int]) -> float | None:

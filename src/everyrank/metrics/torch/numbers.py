@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,13 @@ class Numbers:
             self._rest: Tensor | None = None  # what the sums have lost, where they may lose
             if wide is not torch.float64 and "sum" in plan.widths:
                 self._rest = torch.zeros_like(self._flat["sum"])
+            # The order of the last value, which goes on whatever becomes of the window.
+            self._ticks = torch.zeros(plan.widths.get("last", 0) // 2, dtype=wide, device=device)
+        self._leading: dict[tuple[str, int], Tensor] = {}
+        self._see()
+
+    def _see(self) -> None:
+        plan = self._plan
         self._views = {
             owner: {
                 name: self._flat[slot.operator][slot.here].view(slot.shape)
@@ -87,17 +95,28 @@ class Numbers:
             for owner, slots in plan.by_owner.items()
         }
 
+    def check(self, slot: Slot, value: Any) -> None:
+        """Refuse what cannot be merged into one state, by what can be seen from outside."""
+        if slot.operator == "last":
+            return
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if not isinstance(value, Tensor | int | float | torch.SymInt):
+            raise MetricError(
+                f"a batch contributed {value!r} to the state {slot.name!r}. `batch` must give a number "
+                "or a tensor for each state."
+            )
+        if shape != slot.shape and math.prod(shape) != slot.size:
+            raise MetricError(
+                f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one of "
+                f"{shape}. `batch` must reduce it to the shape of the state."
+            )
+
     def merge(self, slot: Slot, value: Any) -> None:
         """Merge what a batch contributes to one state."""
         if slot.operator == "last":
             self._merge_last(slot, *value)
             return
         if isinstance(value, Tensor) and value.shape != slot.shape:
-            if value.numel() != slot.size:
-                raise MetricError(
-                    f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one "
-                    f"of {tuple(value.shape)}. `batch` must reduce it to the shape of the state."
-                )
             value = value.reshape(slot.shape)
         view = self._view(slot)
         if slot.operator != "sum":
@@ -110,14 +129,31 @@ class Numbers:
 
     def merge_leading(self, operator: str, vector: Tensor) -> None:
         """Merge contributions to the first numbers of an operator, which are single ones, at once."""
-        flat = self._flat[operator][: vector.numel()]
+        flat = self._leading.get((operator, vector.numel()))
+        if flat is None:
+            flat = self._flat[operator][: vector.numel()]
+            self._leading[operator, vector.numel()] = flat
         if operator == "sum" and self._rest is not None:
             self._merge_pair(slice(vector.numel()), vector)
         elif operator == "sum":
             flat.add_(vector)
         else:
             choose = torch.maximum if operator == "max" else torch.minimum
-            choose(flat, vector.to(flat.dtype), out=flat)
+            choose(flat, vector, out=flat)
+
+    def come_after(self, flat: Flat) -> None:
+        """Let values without an order of their own come after these."""
+        if "last" in flat:
+            orders = flat["last"][::2].to(self._ticks, non_blocking=True)
+            torch.maximum(self._ticks, orders, out=self._ticks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: value for n, value in vars(self).items() if n not in ("_views", "_leading")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._leading = {}
+        self._see()  # parts of the vectors, which a pickle would have made tensors of their own
 
     def put(self, slot: Slot, value: Tensor) -> None:
         """Replace one state."""
@@ -158,6 +194,8 @@ class Numbers:
                 _filled(operator, vector)
             else:
                 vector.copy_(flat[operator], non_blocking=True)
+        if flat is not None:
+            self.come_after(flat)
         if self._rest is not None:
             exact = flat["sum"].cpu() if flat is not None else self._flat["sum"].cpu()
             self._rest.copy_(exact - exact.to(torch.float32))
@@ -189,10 +227,13 @@ class Numbers:
 
     def _merge_last(self, slot: Slot, order: Any, value: Any) -> None:
         view = self._view(slot)
+        tick = self._ticks[slot.here.start // 2]
         if order is None:  # after all others: it need not be compared
-            view[0].copy_(torch.clamp(view[0], min=0.0) + 1.0)
+            tick.add_(1.0)
+            view[0].copy_(tick)
             view[1].copy_(self._here(value))
             return
         new = [self._here(order), self._here(value)]
+        tick.copy_(torch.maximum(tick, new[0]))
         later = new[0] >= view[0]
         view.copy_(torch.where(later, torch.stack(new), view))

@@ -1,8 +1,10 @@
 """One sync of some metrics: what they have is packed, reduced over the ranks, and unpacked.
 
 * **Count.** A sync is one all_reduce of the sums, and one more of the extremes if there are any,
-  however many metrics there are. Over several dimensions of a mesh it is as many for each.
-* **Start.** The first is launched when the flight begins, and nothing waits for it before `land`.
+  however many metrics there are. Over several dimensions of a mesh that is not the whole world, it is
+  as many for each.
+* **Start.** All are launched when the flight begins, and nothing waits for the last of them before
+  `land`. (Of several dimensions, each needs what the one before has given.)
 * **Group.** The collectives run on the group that was given, in the order of the program, like those
   of training: every rank of the group begins its flights in the same order.
 * **Wholes.** What merges as a whole has a place for each rank in the vector of the sums, and is merged
@@ -36,23 +38,22 @@ class Flight:
     def __init__(self, own: Flat, context: Any) -> None:
         self.own = own
         self.skip: set[str] = set()  # metrics whose window ended before another flight began
-        self._groups = groups_of(context)
-        self._packed = _Packed(own, self._groups[0]) if self._groups else None
+        self._packed: _Packed | None = None
+        for group in groups_of(context):
+            # Not in `land`, which is no collective: ranks look at their metrics when they like.
+            self._packed = _Packed(own if self._packed is None else self._packed.land(), group)
 
     def land(self) -> Flat:
         """Wait for the ranks, and give what they have together."""
         if self._packed is None:
             return self.own
         try:
-            flat = self._packed.land()
-            for group in self._groups[1:]:
-                flat = _Packed(flat, group).land()
+            return self._packed.land()
         except RuntimeError as error:
             raise SyncFailed(
                 f"metrics could not be brought together: {str(error).strip() or repr(error)}. What "
                 "this rank has is kept, and compute() gives it."
             ) from error
-        return flat
 
 
 class _Packed:
@@ -122,12 +123,16 @@ def groups_of(context: Any) -> Sequence[Any]:
         return []
     if context is None:
         return _larger([dist.group.WORLD])
+    if context is dist.GroupMember.NON_GROUP_MEMBER:  # as torch's own collectives take it
+        return []
     mesh: Any = context
     dims: Any = None
     if isinstance(context, tuple) and len(context) == 2:
         mesh, dims = context
     if hasattr(mesh, "get_group") and hasattr(mesh, "mesh_dim_names"):
         mesh = mesh if dims is None else mesh[dims]
+        if mesh.size() == dist.get_world_size():
+            return _larger([dist.group.WORLD])
         return _larger([mesh.get_group(i) for i in range(mesh.ndim)])
     if isinstance(context, dist.ProcessGroup):
         return _larger([context])
