@@ -117,7 +117,7 @@ def test_a_state_may_be_carried_through_a_scan():
     found = metrics.read(epoch(metrics.init(), jnp.arange(6.0)))
     assert found == {
         "loss": 2.5, "high": 5, "low": 0, "n": 6, "last": 5, "running": 9,
-        "std": pytest.approx(np.std(np.arange(6.0)), rel=1e-6),
+        "sd": pytest.approx(np.std(np.arange(6.0)), rel=1e-6),
         "fading": pytest.approx(sum(i * 0.5 ** (5 - i) for i in range(6)) / 1.96875, rel=1e-6),
     }  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_what_is_not_finite_leaves_no_trace_in_the_rest():
 VALUES = np.arange(16, dtype=np.float32)
 WHOLE = {
     "loss": 7.5, "high": 15, "low": 0, "n": 16, "last": 15, "running": 120, "fading": 7.5,
-    "std": pytest.approx(np.std(VALUES), rel=1e-6),
+    "sd": pytest.approx(np.std(VALUES), rel=1e-6),
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_a_nan_on_one_device_is_seen_by_all(elsewhere):
     values = VALUES.copy()
     values[5] = np.nan
     found, *_ = elsewhere(programs.on_each_device, values)
-    for name in ("loss", "high", "low", "std"):
+    for name in ("loss", "high", "low", "sd"):
         assert np.isnan(found[name]), name
     assert found["n"] == 16
 
@@ -341,7 +341,7 @@ def test_processes_of_jax_record_over_all_of_them(tmp_path, n):
         assert series["loss/mean"] == [np.mean([(r + i) ** 2 for r in range(n)]) for i in range(4)]
         assert record["m/loss"] == pytest.approx(np.mean(samples), rel=1e-6)
         assert record["m/n"] == len(samples)
-        assert record["m/std"] == pytest.approx(np.std(samples), rel=1e-6)
+        assert record["m/sd"] == pytest.approx(np.std(samples), rel=1e-6)
         assert record["only/max"] == (n - 1) % 3
         assert record["only/ranks"] == 1
 

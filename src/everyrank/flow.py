@@ -237,8 +237,8 @@ class Flow:
         """Pack windows together that are of one generation: ten rows cost little more than one."""
         for generation, alike in groupby(windows, key=attrgetter("generation")):
             rows = list(chain.from_iterable(window.take() for window in alike))
-            for handed in chain.from_iterable(map(handed_in, rows)):
-                self._finishers.learn(handed)
+            for name, handed in chain.from_iterable(map(handed_in, rows)):
+                self._finishers.learn(name, handed)
             try:
                 batches = list(pack(rows))
             except Exception as error:  # noqa: BLE001 - the border: a value may do anything

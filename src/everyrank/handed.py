@@ -14,11 +14,11 @@ the states are, so that each rank, also one that was handed nothing, can merge a
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +37,8 @@ Floats = NDArray[np.float64]
 #: From all states of a metric, as one vector, to its value: a number, an array, or a dict of these.
 Finish = Callable[[Floats], Any]
 
+_Value = NDArray[Any]
+
 #: Name, kind and numbers of one column.
 _Column = tuple[str, Kind, Any]
 
@@ -46,6 +48,7 @@ class Handed(NamedTuple):
 
     spec: str  # class, options and states, in JSON
     array: Any  # of its framework; let go of once it is staged
+    keys: tuple[str, ...]  # of a collection; ("",) of one metric
     finish: Finish
     done: Callable[[], object]  # begins the metric's next window, once the update is recorded
 
@@ -133,12 +136,12 @@ def _merged(group: Group, a: Floats, b: Floats) -> Iterator[Floats]:
 
 
 _FAILED = (
-    "%r has no values: %s. Hand over the same metric on every rank, one that is finished by operators "
-    "and arrays_of() (said once)."
+    "%r has no values, or not all of them: %s. Hand over the same metric on every rank, one whose "
+    "finish gives numbers (said once)."
 )
 _DIFFERENT = (
-    "ranks hand over different metrics as %r: recorded is that of the first rank, over those that have "
-    "the same. Give them names of their own (said once)."
+    "%r stands for different metrics, or for a metric and a number: recorded is the first of them, over "
+    "the ranks that have the same. Give them names of their own (said once)."
 )
 
 
@@ -146,12 +149,12 @@ class Finishers:
     """What was handed over here, and how the rest is finished."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Finish | None] = {}
+        self._known: dict[tuple[str, str], Finish | None] = {}  # by name and what it says of itself
         self._said: set[tuple[str, str]] = set()
 
-    def learn(self, handed: Handed) -> None:
+    def learn(self, name: str, handed: Handed) -> None:
         """Remember how a metric that was handed over here is finished."""
-        self._known[handed.spec] = handed.finish
+        self._known[name, handed.spec] = handed.finish
 
     def finish(self, batch: Batch) -> tuple[Batch, Batch | None]:
         """Give a batch with values in place of states, and these values by themselves."""
@@ -163,42 +166,46 @@ class Finishers:
         ends: dict[
             int, int
         ] = {}  # behind which column of the batch so many of ours have their place
-        taken: set[str] = set()
+        taken = {name for name in batch.names if not is_state(name)}
         for group in groups:
-            if group.name in taken:
-                self._say(group.name, _DIFFERENT)
-                continue
-            taken.add(group.name)
             for name, values in self._values(group, batch).items():
-                if all(np.ndim(value) == 0 for value in values):
-                    columns.append((name, _kind(values), np.array(values, np.float64)))
+                if name in taken:
+                    self._say(name, _DIFFERENT)
+                    continue
+                taken.add(name)
+                known = [value for value in values if value is not None]
+                if all(value.ndim == 0 for value in known):
+                    columns.append((name, _kind(known), _numbers(values)))
                 else:
                     for row, value in enumerate(values):
-                        extras.setdefault(row, {})[name] = np.asarray(value)
+                        if value is not None:
+                            extras.setdefault(row, {})[name] = value
             ends[group.columns[-1]] = len(columns)
         return _in_place(batch, columns, extras, ends), _batch(batch, columns, extras)
 
-    def _values(self, group: Group, batch: Batch) -> dict[str, list[Any]]:
+    def _values(self, group: Group, batch: Batch) -> dict[str, list[_Value | None]]:
         """Finish every row of one metric; what comes as a dict has a name for each entry."""
         finish = self._finish_of(group)
-        values: dict[str, list[Any]] = {}
-        for row in batch.numbers[:, group.columns] if finish is not None else ():
+        values: dict[str, list[_Value | None]] = {}
+        if finish is None:
+            return values
+        for at, row in enumerate(batch.numbers[:, group.columns]):
             try:
-                value = finish(row) if finish is not None else None
+                found = dict(_entries(group.name, finish(row)))
             except Exception as error:  # noqa: BLE001 - the border: it is the user's formula
                 self._say(group.name, _FAILED, f"{type(error).__name__}: {error}")
-                return {}
-            entries = value.items() if isinstance(value, Mapping) else [("", value)]
-            for key, entry in entries:
-                values.setdefault(f"{group.name}/{key}" if key else group.name, []).append(entry)
+                continue
+            for name, value in found.items():
+                values.setdefault(name, [None] * len(batch))[at] = value
         return values
 
     def _finish_of(self, group: Group) -> Finish | None:
-        if group.spec not in self._known:
-            self._known[group.spec] = made_again(json.loads(group.spec))
-            if self._known[group.spec] is None:
+        key = group.name, group.spec
+        if key not in self._known:
+            self._known[key] = made_again(json.loads(group.spec))
+            if self._known[key] is None:
                 self._say(group.name, _FAILED, "its class or its options are not known here")
-        return self._known[group.spec]
+        return self._known[key]
 
     def _say(self, name: str, text: str, *why: str) -> None:
         if (name, text) not in self._said:
@@ -207,12 +214,22 @@ class Finishers:
 
 
 def made_again(spec: Mapping[str, Any]) -> Finish | None:
-    """Make a metric of what another rank said of it, if its class was imported here."""
-    room = sys.modules.get("everyrank.metrics.handing")
-    if room is None:
-        return None
-    made: Finish | None = room.made_again(spec)
+    """Make a metric of what another rank said of it; None if it is not known here."""
+    # Looked for now, since a rank that was handed nothing has not needed it yet.
+    made: Finish | None = import_module("everyrank.metrics.handing").made_again(spec)
     return made
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, _Value]]:
+    """Give the numbers and arrays of a value by name; raises for what is neither."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _entries(f"{name}/{key}", entry)
+        return
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"finish gave {value!r}, which is no number and no array of numbers")
+    yield name, array
 
 
 def without_states(batch: Batch) -> Batch:
@@ -256,6 +273,9 @@ def _in_place(
     return _batch(batch, columns, both)
 
 
-def _kind(values: Sequence[Any]) -> Kind:
-    whole = all(isinstance(value, int | np.integer) for value in values)
-    return "int" if whole and not any(isinstance(value, bool) for value in values) else "float"
+def _kind(values: Sequence[_Value]) -> Kind:
+    return "int" if all(value.dtype.kind in "iu" for value in values) else "float"
+
+
+def _numbers(values: Sequence[_Value | None]) -> Floats:
+    return np.array([np.nan if value is None else float(value) for value in values])

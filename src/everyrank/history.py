@@ -353,6 +353,7 @@ class History:
     def _add_nothing(self, metrics: Any, step: Any, skip: frozenset[str]) -> Row:
         if not self._said_closed:
             self._said_closed = True
+            self._flow.intake.ended = True
             log.warning("update() was called after the history was closed: it records nothing.")
         return self._flow.intake.add(metrics, step, skip)
 

@@ -51,6 +51,7 @@ class Intake:
         went_back: Callable[[int, int], int],
     ) -> None:
         self.steps = Steps()
+        self.ended = False  # the History is closed
         self.handed: set[str] = set()  # names of metrics, which are finished by all ranks together
         self.generation = generation
         self._hand_on = hand_on
@@ -166,7 +167,8 @@ class Intake:
             row = self._append(layout, values, step, skip, parts)
             for i in layout.handed:  # nothing refuses the update any more
                 self.handed.add(layout.names[i])
-                row.values[i].done()
+                if not self.ended:  # or a window would begin of what nobody recorded
+                    row.values[i].done()
             return row
 
     def _append(

@@ -60,7 +60,8 @@ def _moments(xp: Arrays, a: Any, b: Any, *, variables: int = 1) -> Any:
     means = [a[:, 1 + i] + away[i] * share for i in range(variables)]
     pairs = [(i, j) for i in range(variables) for j in range(i, variables)]
     squares = [
-        a[:, at] + b[:, at] + away[i] * away[j] * (a[:, 0] * share)
+        # In this order, nothing times something huge is nothing.
+        a[:, at] + b[:, at] + away[i] * (a[:, 0] * share) * away[j]
         for at, (i, j) in enumerate(pairs, 1 + variables)
     ]
     return xp.stack([count, *means, *squares], axis=1).reshape(-1)
@@ -79,7 +80,7 @@ OPERATORS: dict[str, Operator] = {
     "sum": Operator((0.0,), lambda xp, a, b: a + b),
     "max": Operator((-math.inf,), lambda xp, a, b: xp.maximum(a, b)),
     "min": Operator((math.inf,), lambda xp, a, b: xp.minimum(a, b)),
-    "last": Operator((-math.inf, math.nan), _later),
+    "last": Operator((-math.inf, 0.0), _later),
     "moments": Operator((0.0,) * _width(1), _moments),
     "comoments": Operator((0.0,) * _width(2), _comoments),
 }

@@ -11,6 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from numbers import Real
 from typing import Any, NamedTuple
@@ -181,6 +182,7 @@ class Window:
         for i in layout.handed:
             metric: HandsOver = values[i]
             handed[i] = metric.hand_over(layout.names[i])
+            _check_members(layout.names[i], handed[i].keys, layout.names)
             values[i] = handed[i].array
         for staged in layout.staged:
             parts += self._stage(staged.framework).add(staged, [values[c] for c in staged.columns])
@@ -227,10 +229,23 @@ def pack(rows: Iterable[Row]) -> Iterator[Batch]:
     return _pack(rows, _Fetched())
 
 
-def handed_in(row: Row) -> Iterator[Handed]:
-    """Give what was handed over with an update."""
+def handed_in(row: Row) -> Iterator[tuple[str, Handed]]:
+    """Give what was handed over with an update, by name."""
     for i in row.layout.handed:
-        yield row.values[i]
+        yield row.layout.names[i], row.values[i]
+
+
+@lru_cache(256)
+def _check_members(name: str, keys: tuple[str, ...], others: tuple[str, ...]) -> None:
+    """Refuse a collection whose values would have names that are taken."""
+    for key in keys:
+        if key:
+            check_name(f"{name}/{key}")
+            if f"{name}/{key}" in others:
+                raise MetricError(
+                    f"{name!r} holds a metric {key!r}, and {name}/{key} was handed over beside it. "
+                    "Rename one of the two."
+                )
 
 
 def values_of(row: Row) -> dict[str, Any]:
@@ -238,8 +253,8 @@ def values_of(row: Row) -> dict[str, Any]:
     (batch,) = _pack([row], _peek)
     if row.layout.handed:
         finishers = Finishers()
-        for handed in handed_in(row):
-            finishers.learn(handed)
+        for name, handed in handed_in(row):
+            finishers.learn(name, handed)
         batch, _ = finishers.finish(batch)
     return dict(next(iter(batch)).values)
 

@@ -176,7 +176,7 @@ def test_a_metric_brings_along_what_it_has():
     [
         (lambda: Collection({"": Mean()}), "the name '' of a metric must be a text"),
         (lambda: Collection({3: Mean()}), "the name 3 of a metric must be a text"),
-        (lambda: Collection(a=Mean), "'a' is a .*, and no metric. Pass an object"),
+        (lambda: Collection(a=Mean), "'a' is the class Mean, and no metric. Pass an object"),
         (lambda: Collection(b=Collection(a=Mean())["a"]), "'b' is in a collection already, as 'a'"),
     ],
 )
@@ -195,10 +195,11 @@ def test_a_metric_with_a_sync_under_way_cannot_join():
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    """What came before it in the batch is counted, as that many updates would be."""
+    """Nothing of the batch is counted."""
     metrics = Collection(a=Mean(), b=Mean())
     with pytest.raises(MetricError, match="'c' is no metric of this collection, which has a, b"):
-        metrics.update({"c": 1.0})
+        metrics.update({"a": 5.0, "c": 1.0})
+    assert metrics["a"].compute().isnan()
 
 
 def test_values_are_read_with_one_copy():
@@ -221,3 +222,73 @@ def test_an_empty_collection_does_nothing():
     metrics.reset()
     metrics.load_state_dict(metrics.to("cpu").state_dict())
     assert metrics.read() == {}
+
+
+# ------------------------------------------------------------------------------- what a review found
+
+
+class LogMean(Mean):
+    """A mean of something else."""
+
+    def batch(self, values):
+        return super().batch(values.log())
+
+
+class Both(Mean):
+    """A mean that says more."""
+
+    def finish(self, total, count):
+        return total / count, count
+
+
+def test_a_subclass_is_what_it_says_also_among_others():
+    """The way that is short for its base is not taken for it."""
+    logs = Collection(a=LogMean(), b=LogMean())
+    logs.update({"a": torch.tensor(1.0), "b": torch.tensor(1.0)})
+    assert logs.read() == {"a": 0, "b": 0}
+    both = Collection(a=Both(), b=Both())
+    both.update({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
+    assert both.read() == {"a": (3, 1), "b": (5, 1)}
+
+
+@pytest.mark.parametrize("kind", [Max, Min, Sum])
+def test_integers_and_truth_values_are_taken_in_as_they_are(kind):
+    """Also where others get none."""
+    metrics = Collection(a=kind(), b=kind(), c=kind())
+    metrics.update({"a": torch.tensor(1.5), "b": torch.tensor(7)})
+    metrics.update({"c": torch.tensor(-5.0), "b": torch.tensor(2**40)})
+    metrics.update({"a": torch.tensor(True), "b": torch.tensor(False)})
+    alone = {name: kind() for name in "abc"}
+    for name, values in {"a": [1.5, True], "b": [7, 2**40, False], "c": [-5.0]}.items():
+        for value in values:
+            alone[name].update(value)
+    assert metrics.read() == {name: metric.compute().item() for name, metric in alone.items()}
+
+
+def test_one_object_under_two_names_is_refused():
+    """Its numbers would have two places."""
+    metric = Mean()
+    with pytest.raises(OptionError, match="holds one object under two names"):
+        Collection(a=metric, b=metric)
+
+
+def test_a_member_is_not_loaded_while_a_sync_is_under_way():
+    """The others wait for it."""
+    metrics = Collection(a=Sum(), b=Sum())
+    state = metrics["a"].state_dict()
+    metrics.trigger_sync()
+    with pytest.raises(MetricError, match=r"under way.*Call its wait_sync\(\) before"):
+        metrics["a"].load_state_dict(state)
+
+
+def test_a_batch_of_a_wrong_shape_counts_in_no_part():
+    """All of it is looked at first."""
+
+    class Two(Mean):
+        def batch(self, values):
+            return {"total": values.sum(), "count": values}
+
+    metric = Two()
+    with pytest.raises(MetricError, match=r"the state 'count' has the shape \(\)"):
+        metric.update(torch.ones(3))
+    assert metric.compute().isnan()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections import Counter
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyrank.errors import MetricError
-from everyrank.metrics import Collection, Max, Mean, Min, Running, Std, Sum, WeightedMean
+from everyrank.errors import MetricError, SyncFailed
+from everyrank.metrics import Collection, Last, Max, Mean, Min, Running, Std, Sum, WeightedMean
 
 
 class Operations(TorchDispatchMode):
@@ -389,3 +391,102 @@ def test_without_float64_sums_are_kept_in_two_parts(monkeypatch):
     large.update(torch.tensor(float("inf")))
     large.update(torch.tensor(1.0))
     assert large.compute() == float("inf")
+
+
+# ------------------------------------------------------------------------------- what a review found
+
+
+@pytest.mark.parametrize("make", [Sum, lambda: Running(Sum(), 3), lambda: Collection(a=Sum())])
+def test_a_pickle_goes_on_counting(make):
+    """Its numbers are where its updates go."""
+    metric = make()
+    metric.update(torch.tensor(1.0))
+    again = pickle.loads(pickle.dumps(metric))
+    again.update(torch.tensor(9.0))
+    values = [again.compute(), metric.compute()]
+    assert [v["a"] if isinstance(v, dict) else v for v in values] == [10, 1]
+
+
+def test_a_shallow_copy_has_numbers_of_its_own():
+    """Two metrics never write to the same place."""
+    metric = mean_of(1)
+    copy.copy(metric).update(100.0)
+    assert metric.compute() == 1
+
+
+def test_a_failed_sync_does_not_bring_back_what_a_reset_has_ended(monkeypatch):
+    """What came since is there, and the next reset forgets it."""
+    metric = Sum()
+    metric.update(1.0)
+    metric.trigger_sync()
+    metric.reset()
+    metric.update(10.0)
+    with monkeypatch.context() as broken:
+        broken.setattr("everyrank.metrics.torch.sync.Flight.land", fail)
+        with pytest.raises(SyncFailed):
+            metric.wait_sync()
+    assert metric.compute() == 10
+    metric.reset()
+    assert metric.compute() == 0
+
+
+def fail(flight):
+    raise SyncFailed("no luck")
+
+
+def test_the_last_value_is_the_last_also_after_a_sync():
+    """Its order goes on whatever becomes of the window, and where it was loaded."""
+    metric = Last()
+    for value in (1.0, 2.0, 3.0):
+        metric.update(value)
+    metric.sync()
+    metric.update(9.0)
+    assert metric.compute() == 9
+    metric.sync()
+    assert metric.compute() == 9
+    again = Last()
+    again.load_state_dict(metric.state_dict())
+    again.update(4.0)
+    assert again.compute() == 4
+    metric.update(1.0, order=100)
+    metric.update(2.0)
+    assert metric.compute() == 2
+
+
+def test_looking_at_a_loaded_metric_does_not_change_it():
+    """What is handed out is a tensor of its own, also before the first update."""
+    metric, again = mean_of(3), Mean()
+    again.load_state_dict(metric.state_dict())
+    again.compute().add_(100)
+    assert again.compute() == 3
+
+
+def test_a_huge_first_value_has_no_spread():
+    """Nothing times something huge is nothing."""
+    metric = Std()
+    metric.update(1e200)
+    assert metric.compute() == 0
+
+
+@pytest.mark.parametrize("value", [1j, torch.tensor(1j), np.array([1j])])
+def test_a_complex_value_is_refused(value):
+    """It has no order and no one size."""
+    with pytest.raises(MetricError, match=r"a value is complex .* for example its abs"):
+        Mean().update(value)
+
+
+def test_an_array_of_jax_is_sent_to_the_metric_of_jax():
+    """By name."""
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises(MetricError, match=r"an array of JAX. Use .* in everyrank.jax.metrics"):
+        Mean().update(jnp.ones(2))
+
+
+def test_running_goes_on_after_an_evaluation():
+    """Its ring was opened in inference mode, and can be written outside of it."""
+    metric = Running(Mean(), 2)
+    with torch.inference_mode():
+        metric.update(torch.tensor(1.0))
+    metric.update(torch.tensor(3.0))
+    metric.update(torch.tensor(5.0))
+    assert metric.compute() == 4

@@ -45,15 +45,15 @@ def test_a_collection_is_handed_over_as_one(tmp_path):
     """Its metrics are named under its own name, in their order."""
     memory = MemoryBackend()
     history = History(outdir=tmp_path / "run", backends=[memory])
-    train = Collection(loss=Mean(), high=Max(), std=Std(), n=Sum(), last=Last())
+    train = Collection(loss=Mean(), high=Max(), sd=Std(), n=Sum(), last=Last())
     train.update({name: torch.tensor(3.0) for name in train})
     history.update({"before": 1, "train": train, "after": 2})
     assert dict(history.latest.values) == {
-        "before": 1, "train/loss": 3, "train/high": 3, "train/std": 0, "train/n": 3,
+        "before": 1, "train/loss": 3, "train/high": 3, "train/sd": 0, "train/n": 3,
         "train/last": 3, "after": 2,
     }  # fmt: skip
     assert list(memory.wait_for(1)[0].values) == [
-        "before", "train/loss", "train/high", "train/std", "train/n", "train/last", "after",
+        "before", "train/loss", "train/high", "train/sd", "train/n", "train/last", "after",
     ]  # fmt: skip
     assert math.isnan(train.read()["loss"])
     history.close()
@@ -220,7 +220,9 @@ def test_a_formula_that_fails_costs_its_own_value_only(history, caplog):
     assert "broken" not in history
     said = [r.getMessage() for r in caplog.records if "no luck" in r.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("'broken' has no values: ZeroDivisionError: no luck.")
+    assert said[0].startswith(
+        "'broken' has no values, or not all of them: ZeroDivisionError: no luck"
+    )
 
 
 def test_a_name_that_looks_like_a_state_is_refused(history):
@@ -245,7 +247,7 @@ def test_all_ranks_record_the_value_over_all_ranks(ranks):
     ]
     for _, record, series in ranks:
         assert record["train/loss"] == pytest.approx(np.mean(values), rel=1e-14)
-        assert record["train/std"] == pytest.approx(np.std(values), rel=1e-14)
+        assert record["train/sd"] == pytest.approx(np.std(values), rel=1e-14)
         assert record["train/high"] == 24
         assert record["weighted"] == pytest.approx((0 * 1 + 1 * 3 + 2 * 6) / 10)
         assert record["running"] == 1.5
@@ -279,3 +281,137 @@ def test_metrics_that_only_share_a_name_are_not_merged(tmp_path):
     """Each is of the ranks that had it; the record says of how many."""
     for record in run(programs.disagreeing_metrics, 2, str(tmp_path / "run")):
         assert record == {"loss": 1, "loss/ranks": 1}
+
+
+# ------------------------------------------------------------------------------- what a review found
+
+
+class Odd(DeclaredMetric):
+    """A metric whose value is whatever its formula likes."""
+
+    total = State("sum")
+
+    def __init__(self, give):
+        self.give = give
+
+    def batch(self, values):
+        return {"total": values}
+
+    def finish(self, total):
+        return self.give(float(total))
+
+
+@pytest.mark.parametrize(
+    ("give", "names"),
+    [
+        (lambda x: "text", {}),
+        (lambda x: 1j, {}),
+        (lambda x: {"a": {"b": x}, "c": [x, x]}, {"m/a/b": [1, 2]}),
+        (
+            lambda x: {"pos" if x > 1 else "neg": x},
+            {"m/neg": [1, math.nan], "m/pos": [math.nan, 2]},
+        ),
+        (lambda x: x / (x - 1), {"m": [math.nan, 2]}),
+    ],
+)
+def test_whatever_a_formula_gives_costs_its_own_values_only(tmp_path, give, names):
+    """Other metrics and steps are recorded, and what can be of its own."""
+    with History(outdir=tmp_path / "run", sync_every=2) as history:
+        for value in (1.0, 2.0):
+            odd, mean = Odd(give), Mean()
+            odd.update(value)
+            mean.update(value)
+            history.update({"m": odd, "mean": mean, "x": value})
+        history.flush()
+        assert list(history["x"]) == list(history["mean"]) == [1, 2]
+        for name, values in names.items():
+            np.testing.assert_equal(history[name].values, values)
+
+
+def test_a_sketch_in_a_collection_is_recorded_by_its_parts(history):
+    """As one that is handed over alone."""
+    metrics = Collection(total=Sum(), sketch=Histogram(error=0.5))
+    metrics.update(torch.tensor([1.0, 2.0]))
+    history.update({"t": metrics, "loss": 0.5})
+    assert history["t/sketch/counts"].values[-1].sum() == 2
+    assert history["loss"].values[-1] == 0.5
+
+
+def test_metrics_that_say_the_same_of_themselves_are_not_mixed_up(history):
+    """Each is finished by its own formula."""
+
+    def make(factor):
+        class Scaled(Sum):
+            def finish(self, total):
+                return total * factor
+
+        return Scaled()
+
+    ones, tens = make(1), make(10)
+    ones.update(1.0)
+    tens.update(1.0)
+    history.update({"ones": ones, "tens": tens})
+    assert dict(history.latest.values) == {"ones": 1, "tens": 10}
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "message"),
+    [
+        ("t", {"t": Collection(mean=Mean())}, r"the key 't/mean' ends in '/mean'"),
+        (
+            "a",
+            {"a/loss": 0.5, "a": Collection(loss=Mean())},
+            r"'a' holds a metric 'loss', and a/loss",
+        ),
+    ],
+)
+def test_the_names_of_members_are_looked_at_as_well(history, key, row, message):
+    """As those of plain values are."""
+    with pytest.raises(MetricError, match=message):
+        history.update(row)
+
+
+def test_an_update_after_the_end_takes_no_window_away(tmp_path):
+    """Nothing is recorded, so nothing begins anew."""
+    metric = Mean()
+    metric.update(3.0)
+    history = History(outdir=tmp_path / "run")
+    history.close()
+    history.update({"m": metric})
+    assert metric.compute() == 3
+
+
+def test_a_member_is_handed_over_with_its_next_window_waiting(history):
+    """What came between trigger and wait is handed over by the next update."""
+    metrics, again = Collection(x=Sum(), y=Sum()), Collection(x=Sum(), y=Sum())
+    metrics.update({"x": torch.tensor(1.0), "y": torch.tensor(1.0)})
+    metrics.trigger_sync()
+    metrics.update({"x": torch.tensor(100.0), "y": torch.tensor(100.0)})
+    again.load_state_dict(metrics.state_dict())
+    for _ in range(3):
+        history.update({"x": again["x"]})
+    assert list(history["x"]) == [1, 100, 0]
+
+
+def test_members_that_were_reset_after_a_sync_are_handed_over_again(history):
+    """Nothing of the sync is left in them."""
+    metrics = Collection(a=Sum(), b=Sum())
+    metrics.sync()
+    for metric in metrics.values():
+        metric.reset()
+    metrics.update({"a": 1.0, "b": 2.0})
+    history.update({"t": metrics})
+    assert dict(history.latest.values) == {"t/a": 1, "t/b": 2}
+
+
+def test_the_rank_that_writes_records_what_only_others_have(tmp_path):
+    """It has never touched a metric itself."""
+    for found in run(programs.metric_on_the_last_rank, 2, str(tmp_path / "run")):
+        assert found == ({"loss": 2, "loss/ranks": 1}, [1, 1], 0)
+
+
+def test_a_metric_here_and_a_number_there_lose_no_step(tmp_path):
+    """The number stays, and it is said once."""
+    for found in run(programs.metric_and_number, 2, str(tmp_path / "run")):
+        assert found["x/mean"] == [0.5, 0.5]
+        assert found["loss/ranks"] == [1, 1]

@@ -138,3 +138,16 @@ def test_ranks_are_named_by_group_mesh_or_dims():
         assert sums["all"]["std"] == pytest.approx(sums["dp and tp"]["std"], rel=1e-14)
         assert sums["all"]["high"] == sums["dp and tp"]["high"] == 1000
         assert sums["message"].startswith("context='dp' must be a ProcessGroup, a DeviceMesh slice")
+
+
+def test_looking_on_one_rank_sends_nothing():
+    """All collectives of a sync are started by its trigger, so that none comes between training's."""
+    found = run(programs.a_look_in_flight, 8)
+    for rank, (total, grad) in enumerate(found):
+        assert total == sum(10.0**r for r in range(8) if r % 2 == rank % 2)
+        assert grad == 2
+
+
+def test_a_rank_outside_of_the_group_syncs_with_nobody():
+    """As torch's own collectives have it."""
+    assert run(programs.outside_of_the_group, 2) == [1, 1]

@@ -32,7 +32,7 @@ def many():
         loss=pure_metrics.Mean(),
         high=pure_metrics.Max(),
         low=pure_metrics.Min(),
-        std=pure_metrics.Std(),
+        sd=pure_metrics.Std(),
         n=pure_metrics.Count(),
         last=pure_metrics.Last(),
         running=pure_metrics.Running(pure_metrics.Sum(), 2),

@@ -343,7 +343,7 @@ def torch_save_on_one(rank, path):
 def in_history(rank, directory):
     """Hand over metrics of which ranks have different ones, more or fewer updates, or none."""
     history = History(outdir=directory)
-    train = Collection(loss=Mean(), high=Max(), std=Std())
+    train = Collection(loss=Mean(), high=Max(), sd=Std())
     weighted, running = WeightedMeanMetric(), Running(Mean(), 2)
     for step in range(3):
         for i in range(rank + 1):
@@ -385,3 +385,56 @@ def disagreeing_metrics(rank, directory):
         history.update({"loss": metric})
         history.flush()
         return dict(history.latest.values)
+
+
+def metric_on_the_last_rank(rank, directory):
+    """Hand over metrics on the last rank only, while the first, which writes, logs something else."""
+    from everyrank.metrics import Quantile
+
+    with History(outdir=directory) as history:
+        row: dict[str, Any] = {"x": float(rank)}
+        if rank == 1:
+            loss, quantile = Mean(), Quantile(q=[0.25, 0.75])
+            loss.update(2.0)
+            quantile.update([1.0, 1.0])
+            row |= {"loss": loss, "q": quantile}
+        history.update(row)
+        history.flush()
+        record = history.latest.values
+        values = {name: record.get(name) for name in ("loss", "loss/ranks")}
+        return values, np.round(record["q"], 1).tolist(), history.health()["late_rows"]
+
+
+def metric_and_number(rank, directory):
+    """Hand over a metric on one rank, and a number by the same name on the other."""
+    with History(outdir=directory) as history:
+        for _ in range(2):
+            metric = Mean()
+            metric.update(2.0)
+            history.update({"loss": metric if rank == 0 else 5.0, "x": float(rank)})
+        history.flush()
+        return {name: list(history[name]) for name in ("x/mean", "loss/ranks")}
+
+
+def a_look_in_flight(rank):
+    """Look on one rank only, while a sync over a mesh of two dimensions is under way."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))
+    metric = Sum()
+    metric.update(10.0**rank)
+    part = mesh["dp", "tp"]
+    metric.trigger_sync(part)
+    if rank == 0:
+        metric.compute()
+    grad = torch.tensor(1.0)
+    dist.all_reduce(grad, group=mesh["tp"].get_group())
+    metric.wait_sync(part)
+    return metric.compute().item(), grad.item()
+
+
+def outside_of_the_group(rank):
+    """Sync with a group that this rank is not in."""
+    group = dist.new_group([0])
+    metric = Sum()
+    metric.update(1.0)
+    metric.sync(group)
+    return metric.compute().item()

@@ -20,8 +20,13 @@ class TorchArrays:
     name = "torch"
 
     def array(self, x: Any) -> Tensor:
-        if isinstance(x, float):  # as exact as the host has it
-            return torch.tensor(x, dtype=torch.float64)
+        # As exact as the host has it; by `full`, which is not compiled anew for each number.
+        if isinstance(x, bool):
+            return torch.full((), x, dtype=torch.bool)
+        if isinstance(x, int) and -(2**63) <= x < 2**63:
+            return torch.full((), x, dtype=torch.int64)
+        if isinstance(x, int | float):
+            return torch.full((), float(x), dtype=torch.float64)
         return torch.as_tensor(x)
 
     def is_float(self, x: Tensor) -> bool:
@@ -81,7 +86,7 @@ class TorchArrays:
         return torch.argsort(x, dim=axis, stable=True)
 
     def take(self, x: Tensor, index: Tensor, axis: int = -1) -> Tensor:
-        return torch.take_along_dim(x, index, dim=axis)
+        return torch.gather(x, axis, index)  # take_along_dim is compiled anew for each size
 
     def cumsum(self, x: Tensor, axis: int = -1) -> Tensor:
         return torch.cumsum(x, dim=axis)

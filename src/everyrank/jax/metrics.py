@@ -160,7 +160,8 @@ class At:
         if not all(_is_here(state[vector]) for vector in vectors):
             state = self._own_part(name)
         array = jnp.concatenate([state[vector] for vector in vectors])
-        return Handed(spec, array, finish, done=lambda: None)
+        keys = tuple(self._states.metrics)
+        return Handed(spec, array, keys, finish, done=lambda: None)
 
     def _own_part(self, name: str) -> State:
         """Give this process's part of a state that all processes have: the first one hands it over.

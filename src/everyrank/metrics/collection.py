@@ -41,6 +41,10 @@ class Collection(Metric, Mapping[str, Metric]):
         self._metrics = {**(metrics or {}), **named}
         for name, metric in self._metrics.items():
             _check(name, metric)
+        if len(set(map(id, self._metrics.values()))) < len(self._metrics):
+            raise OptionError(
+                f"metrics={self._metrics!r} holds one object under two names. Make one for each."
+            )
         declared = {n: m for n, m in self._metrics.items() if isinstance(m, DeclaredMetric)}
         self._others = {n: m for n, m in self._metrics.items() if n not in declared}
         self._cycle = _cycle_of(declared) if declared else None
@@ -72,8 +76,8 @@ class Collection(Metric, Mapping[str, Metric]):
         (batch,) = args
         if self._cycle is not None and self._cycle.update_numbers(batch):
             return
-        for name, value in batch.items():
-            metric = self._named(name)
+        for name, metric in [(name, self._named(name)) for name in batch]:
+            value = batch[name]
             if isinstance(value, tuple):
                 metric.update(*value)
             elif isinstance(value, Mapping):
@@ -173,9 +177,8 @@ def _check(name: str, metric: Any) -> None:
     if not isinstance(name, str) or not name:
         raise OptionError(f"the name {name!r} of a metric must be a text, such as 'train/loss'.")
     if not isinstance(metric, Metric):
-        raise OptionError(
-            f"{name!r} is a {type(metric).__name__}, and no metric. Pass an object, such as Mean()."
-        )
+        what = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+        raise OptionError(f"{name!r} is {what}, and no metric. Pass an object, such as Mean().")
     if isinstance(metric, DeclaredMetric) and metric._owner:
         raise OptionError(
             f"{name!r} is in a collection already, as {metric._owner!r}. A metric is in one only."

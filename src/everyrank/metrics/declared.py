@@ -49,7 +49,7 @@ class _Opened(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         metric = super().__call__(*args, **kwargs)
         metric._made_of = (args, kwargs)
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             metric._opened()
         return metric
 

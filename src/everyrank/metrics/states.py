@@ -85,7 +85,8 @@ class Plan:
         """
         slots: list[Slot] = []
         ends = dict.fromkeys(OPERATORS, 0)
-        flat = [(owner, *item) for owner, states in metrics.items() for item in states.items()]
+        # By name, so that ranks which made a collection in another order agree.
+        flat = [(owner, *item) for owner in sorted(metrics) for item in metrics[owner].items()]
         for owner, name, state in sorted(flat, key=lambda one: one[2].shape != ()):
             shape: Any = state.shape  # numbers, by `State.of`
             start = ends[state.operator]

@@ -70,7 +70,7 @@ def _columns(
     for name in reduced.names:
         if name not in ours:
             yield from _statistics(name, at[name], reduced)
-    said: set[str] = set()
+    said = {*ours, *reduced.names}  # a number by the name of a metric says over how many itself
     for group in groups_of(reduced.states):
         for s in group.columns:
             yield reduced.states[s], "float", reduced.merged[:, s]

@@ -153,7 +153,8 @@ class Spoke(End):
             return []  # we came late and finished such steps alone: what others say of them is past
         self._in_step = True
         ours = next(self._own.batches(), None)
-        if mine and not reduced.names and ours is not None and ours.names:
+        nothing = not reduced.names and not reduced.states
+        if mine and nothing and ours is not None and ours.names:
             self._late += len(reduced)
         return list(self._own.answer(reduced))
 

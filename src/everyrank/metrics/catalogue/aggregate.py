@@ -190,4 +190,4 @@ class Last(DeclaredMetric):
 
     def finish(self, last: Any) -> Any:
         """Give the value."""
-        return last[1]
+        return arrays_of(last).where(last[0] > -math.inf, last[1], math.nan)

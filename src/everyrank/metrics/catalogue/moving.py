@@ -59,7 +59,7 @@ class Running(_Moving):
 
     def __init__(self, metric: DeclaredMetric, n: int) -> None:
         super().__init__(metric)
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise OptionError(f"n={n!r} must be at least 1: the number of updates that count.")
         if any(state.operator == "last" for state in metric.states().values()):
             raise OptionError(f"Running({metric!r}, {n}) would be the last value itself.")

@@ -15,6 +15,7 @@ of what this rank has: of the window by all ranks, of the window here, and of th
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,7 +65,12 @@ def loaded(plan: Plan, slots: Mapping[str, Slot], state_dict: Mapping[str, Any])
             "or a collection has given: these have 'layout' and 'states'."
         ) from None
     _check(layout, slots)
+    if not isinstance(states, Tensor) or states.ndim != 2:
+        raise _strange(states, layout)
     rows, common = _rows(states)
+    for row in rows:
+        if row.numel() != _width(layout):
+            raise _strange(row, layout)
     parts = [_parts(plan, slots, layout, row) for row in rows]
     shown = _parts(plan, slots, layout, common)[0]
     nothing = identity(plan, torch.device("cpu"))
@@ -81,6 +87,17 @@ def renamed(state_dict: Mapping[str, Any], owner: str) -> dict[str, Any]:
         **state_dict,
         "layout": json.dumps({f"{owner}/{name}": there for name, there in layout.items()}),
     }
+
+
+def _width(layout: Mapping[str, Any]) -> int:
+    return _PARTS * sum(there["size"] for there in layout.values())
+
+
+def _strange(states: Any, layout: Mapping[str, Any]) -> MetricError:
+    return MetricError(
+        f"the 'states' of the checkpoint have the shape {getattr(states, 'shape', states)!r}, but by "
+        f"its 'layout' they are rows of {_width(layout)} numbers. One of the two is from elsewhere."
+    )
 
 
 def _check(layout: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
@@ -118,8 +135,10 @@ def _rows(states: Tensor) -> tuple[Sequence[Tensor], Tensor | None]:
     """Give the rows that are this rank's to take up, and the one that has what is common."""
     read = states.read if isinstance(states, Row) else None
     if read is None:  # saved and loaded as a plain tensor, or taken up as it was given
-        plain = states.detach().cpu().as_subclass(Tensor)
-        return [plain], plain
+        rows = list(states.detach().cpu().as_subclass(Tensor))
+        if len(rows) == 1:
+            return rows, rows[0]
+        read = dict(enumerate(rows))  # of every rank, as torch's own converters write them
     rank, size = _place()
     last = rank == size - 1
     mine = [row for at, row in sorted(read.items()) if at == rank or (last and at >= size)]
@@ -142,10 +161,15 @@ class Row(Tensor):
     read: dict[int, Tensor] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        plain = self.as_subclass(Tensor)
+        if self.read:  # loaded, and written on before anybody took it up
+            plain = torch.stack(list(_rows(self)[0]) or [plain.flatten()])
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Row:
-        return self.clone().as_subclass(Row)
+        other = self.clone().as_subclass(Row)
+        other.read = copy.deepcopy(self.read, memo)
+        return other
 
     def size(self, *dim: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Give the size, which the checkpoint's reader need not find equal to the saved one."""

@@ -39,7 +39,7 @@ from everyrank.metrics.torch.fused import Fused, are_numbers
 from everyrank.metrics.torch.numbers import Flat, Numbers, identity, merged, moved, with_slots
 from everyrank.metrics.torch.sync import Flight
 from everyrank.operators import OPERATORS
-from everyrank.stage import MAX_ELEMENTS
+from everyrank.stage import MAX_ELEMENTS, framework_of
 
 if TYPE_CHECKING:
     from everyrank.metrics.declared import DeclaredMetric
@@ -115,9 +115,7 @@ class Cycle:
             device = torch.empty(0, device=device).device
         self._placed = True
         if self._open is None or self._open.device != device:
-            now = self._now()
-            self._open = Numbers(self.plan, device)
-            self._open.fill(now)
+            self._open = self._numbers(device)
             self._fused = None
             self._empty_rings(self._moving)
 
@@ -132,9 +130,15 @@ class Cycle:
     def _taken(self, value: Any) -> Any:
         """Give a value as a tensor where the numbers are; what is no array stays as it is."""
         if not isinstance(value, Tensor):
-            if not isinstance(value, bool | int | float | np.ndarray | np.generic | list):
+            if not isinstance(value, bool | int | float | complex | np.ndarray | np.generic | list):
+                _check_no_jax(value)
                 return value
             value = ARRAYS.array(value)
+        if value.is_complex():
+            raise MetricError(
+                f"a value is complex ({value.dtype}), and has no order and no one size. Hand over real "
+                "numbers, for example its abs()."
+            )
         device = self._open.device if self._open is not None else value.device
         if value.device == device or (value.ndim == 0 and value.device == _CPU):
             return value
@@ -150,10 +154,17 @@ class Cycle:
         devices = [value.device for value in values if isinstance(value, Tensor)]
         # A number of the host goes anywhere, so another one decides.
         device = next((d for d in devices if d != _CPU), _CPU)
-        self._open = Numbers(self.plan, device)
-        if self._before is not None:
-            self._open.fill(self._before)
+        self._open = self._numbers(device)
         return self._open
+
+    def _numbers(self, device: torch.device) -> Numbers:
+        """Give numbers on a device that go on with what there is."""
+        numbers = Numbers(self.plan, device)
+        if (now := self._before if self._open is None else self._open.copy()) is not None:
+            numbers.fill(now)
+        if self._shown is not None:
+            numbers.come_after(self._shown)
+        return numbers
 
     # ---------------------------------------------------------------------------- the verbs
 
@@ -423,6 +434,13 @@ class Cycle:
 def _beside(flat: Flat, other: Flat) -> Flat:
     """Give numbers on the device where others are."""
     return moved(flat, _device_of(other))
+
+
+def _check_no_jax(value: Any) -> None:
+    if framework_of(type(value)) == "jax":
+        raise MetricError(
+            "a value is an array of JAX. Use the metric of this name in everyrank.jax.metrics."
+        )
 
 
 def _same(a: Flat, b: Flat) -> bool:

@@ -22,11 +22,12 @@ class Ring:
     ) -> None:
         self._slots = slots
         self._n = n
-        self._cursor = torch.ones(1, dtype=torch.int64, device=device).remainder_(n)
-        self._parts = {
-            name: identity_of(slot.operator, n * slot.size, device).view(n, slot.size)
-            for name, slot in slots.items()
-        }
+        with torch.inference_mode(False):  # or that of an evaluation could not be written later
+            self._cursor = torch.ones(1, dtype=torch.int64, device=device).remainder_(n)
+            self._parts = {
+                name: identity_of(slot.operator, n * slot.size, device).view(n, slot.size)
+                for name, slot in slots.items()
+            }
         for name, slot in slots.items():  # what there was counts as one update
             self._parts[name][0] = before[slot.operator][slot.here]
 
@@ -37,7 +38,7 @@ class Ring:
             parts = self._parts[name]
             fresh = identity_of(slot.operator, slot.size, parts.device)
             if name in batch:
-                fresh.copy_(torch.as_tensor(batch[name]).reshape(-1), non_blocking=True)
+                fresh.copy_(ARRAYS.array(batch[name]).reshape(-1), non_blocking=True)
             parts.index_copy_(0, self._cursor, fresh[None])
             together[name] = _together(slot, parts)
         self._cursor.add_(1).remainder_(self._n)
