@@ -6,6 +6,8 @@ import copy
 import importlib
 import io
 import logging
+import subprocess
+import sys
 import warnings
 
 import metric_programs as programs
@@ -185,3 +187,53 @@ def test_moving_metrics_come_back_as_one_update():
         again.update({"running": 1.0, "fading": 1.0})
         seen.append(again.read()["running"])
     assert seen == [8, 9, 3, 3]
+
+
+def test_metrics_do_not_import_what_only_checkpoints_need():
+    """Programs that have imported it and used gloo may be ended by a signal at their exit."""
+    program = (
+        "import sys, torch\n"
+        "from everyrank.metrics import Collection, Mean, Last\n"
+        "metrics = Collection(a=Mean(), b=Last())\n"
+        "metrics.update(torch.ones(3))\n"
+        "metrics.sync()\n"
+        "metrics.load_state_dict(metrics.state_dict())\n"
+        "assert metrics.read() == {'a': 1, 'b': 1}\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_rows_of_all_ranks_in_one_matrix_are_read_by_rank():
+    """As torch's own converters write a distributed checkpoint into one file."""
+    metrics = [Mean(), Mean()]
+    for i, metric in enumerate(metrics):
+        metric.update(float(i))
+    states = [metric.state_dict() for metric in metrics]
+    matrix = torch.cat([state["states"].as_subclass(torch.Tensor) for state in states])
+    again = Mean()
+    again.load_state_dict({"layout": states[0]["layout"], "states": matrix})
+    assert again.compute() == 0.5
+    with pytest.raises(
+        MetricError, match=r"have the shape .*, but by its 'layout' they are rows of 6"
+    ):
+        again.load_state_dict({"layout": states[0]["layout"], "states": matrix[:, 1:]})
+
+
+def test_what_was_read_survives_a_copy(tmp_path, dcp):
+    """Also where the state was not taken up yet, as in a script that looks into a checkpoint."""
+    metric = Mean()
+    metric.update(5.5)
+    dcp.save({"m": metric.state_dict()}, checkpoint_id=str(tmp_path))
+    state = {"m": Mean().state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for other in (copy.deepcopy(state), torch.load(file)):
+        again = Mean()
+        again.load_state_dict(other["m"])
+        assert again.compute() == 5.5

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 
+import everyrank.metrics
 from everyrank.metrics import Collection, Ema, Last, Max, Mean, Min, Running, Std, Sum, WeightedMean
 
 MAKE = {
@@ -146,3 +147,57 @@ def test_nothing_waits_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found["a"] == 1
+
+
+def samples(name, n):
+    if name in ("NDCG", "HitRate"):
+        return torch.randn(n, 6), torch.randint(0, 2, (n, 6))
+    if name in ("Running", "Quantile"):
+        return (torch.randn(n),)
+    return torch.rand(n, 5), torch.randint(0, 5, (n,))
+
+
+OF_ANY_SIZE = {
+    "Accuracy": lambda: everyrank.metrics.Accuracy(classes=5, average="macro", top_k=2),
+    "ConfusionMatrix": lambda: everyrank.metrics.ConfusionMatrix(classes=5),
+    "CalibrationError": lambda: everyrank.metrics.CalibrationError(classes=5),
+    "Perplexity": everyrank.metrics.Perplexity,
+    "NDCG": everyrank.metrics.NDCG,
+    "HitRate": lambda: everyrank.metrics.HitRate(k=2),
+    "Quantile": everyrank.metrics.Quantile,
+    "Running": lambda: Running(Mean(), 3),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_batches_of_any_size_are_one_graph(name):
+    """Beside that of the first call; nothing is compiled anew for each size."""
+    metric = OF_ANY_SIZE[name]()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(*batch):
+        metric.update(*batch)
+
+    for n in range(3, 13):
+        step(*samples(name, n))
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda i: LAST.update(torch.tensor(1.0) * i, order=i),
+        lambda i: WEIGHTED.update(torch.tensor(1.0), i),
+        lambda i: MEAN.update(i),
+    ],
+    ids=["order", "weight", "value"],
+)
+def test_numbers_that_count_up_are_one_graph(call):
+    """A step or a number of tokens differs each time."""
+    step = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for i in range(10):
+        step(i)
+    assert graphs() <= 3
+
+
+LAST, WEIGHTED, MEAN = Last(), WeightedMean(), Mean()

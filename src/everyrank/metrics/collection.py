@@ -109,6 +109,8 @@ class Collection(Metric, Mapping[str, Metric]):
     def compute(self) -> dict[str, Any]:
         """Give the value of each metric by its name."""
         values = self._cycle.compute_all() if self._cycle is not None else {}
+        if not self._others:
+            return values
         return {n: values[n] if n in values else m.compute() for n, m in self._metrics.items()}
 
     def read(self) -> dict[str, Any]:
@@ -118,6 +120,8 @@ class Collection(Metric, Mapping[str, Metric]):
         """
         from everyrank.metrics.torch.finish import on_host
 
+        if self._cycle is not None and not self._others:
+            return self._cycle.read_all()
         return on_host(self.compute())
 
     def reset(self) -> None:

@@ -18,23 +18,23 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from everyrank.errors import MetricError
 from everyrank.messages import log
 from everyrank.metrics.states import Plan, Slot
 from everyrank.metrics.torch.numbers import Flat, identity, merged
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+# torch.distributed.checkpoint is imported in what it calls itself, and not before: of programs that had
+# imported it and used gloo, a third were ended by SIGABRT at their exit (torch 2.13, CPU).
 _PARTS = 3  # of the window by all ranks, of the window here, of the next
 _ENDLESS = 1 << 40  # rows or columns that one asks for without knowing how many there are
 
@@ -176,6 +176,13 @@ class Row(Tensor):
         return super().size(*dim) if dim else tuple(map(_AnyNumber, super().size()))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         rank, size = _place()
         offsets = torch.Size([rank, 0])
         return [
@@ -191,6 +198,8 @@ class Row(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         rank, size = _place()
         self.read = {}
         one = torch.Size([1, _ENDLESS])

@@ -209,17 +209,17 @@ class Cycle:
     def compute(self, metric: DeclaredMetric) -> Any:
         """Give the value of one metric."""
         with torch.no_grad():
-            self._land()
             return finished(metric, self._slots[metric._owner], self._current())
 
     def compute_all(self) -> dict[str, Any]:
         """Give the value of every metric."""
         with torch.no_grad():
-            self._land()
-            current = self._current()
-            if self._finish is None:
-                self._finish = Finish(self.plan, self.metrics)
-            return self._finish(current)
+            return self._finisher().values(self._current())
+
+    def read_all(self) -> dict[str, Any]:
+        """Give the value of every metric on the host; waits for the device."""
+        with torch.no_grad():
+            return self._finisher().read(self._current())
 
     def reset(self, owners: Collection[str]) -> None:
         """End the window of some metrics."""
@@ -370,8 +370,15 @@ class Cycle:
         for owner in owners:
             self.metrics[owner].emptied()
 
+    def _finisher(self) -> Finish:
+        if self._finish is None:
+            self._finish = Finish(self.plan, self.metrics)
+        return self._finish
+
     def _land(self) -> None:
         """Take in the flights under way."""
+        if not self._flights:
+            return
         flights, self._flights = self._flights, []
         for i, flight in enumerate(flights):
             try:
@@ -401,7 +408,11 @@ class Cycle:
         self._fill(now)
 
     def _current(self) -> Flat:
-        """Give the numbers that `compute` shows, as a copy."""
+        """Give the numbers that `compute` shows, as a copy, once every flight has landed."""
+        self._land()
+        if self._shown is not None and self._open is not None and self._is_simple():
+            there = self._open.there()  # merging makes the copy
+            return merged(_beside(self._shown, there), there)
         now = self._now()
         if self._shown is None:
             return now
@@ -413,6 +424,9 @@ class Cycle:
         for owner in self._moving:
             both = with_slots(both, self._slots[owner], shown if owner in self._synced else now)
         return both
+
+    def _is_simple(self) -> bool:
+        return not (self._triggered or self._moving or self._ended)
 
     def _without(self, owners: Collection[str], flat: Flat) -> Flat:
         """Give numbers without those of some metrics."""

@@ -6,7 +6,7 @@ states are single numbers and whose `finish` works number by number, which `of_n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,16 +40,29 @@ class Finish:
         grouped = {name for group in self._groups for name in group.names}
         self._single = [name for name in metrics if name not in grouped]
 
-    def __call__(self, flat: Flat) -> dict[str, Any]:
+    def values(self, flat: Flat) -> dict[str, Any]:
         """Give the value of every metric by its name."""
         values: dict[str, Any] = {}
+        for group, found in self._finished(flat):
+            values.update(zip(group.names, found.unbind(0), strict=True) if group else found)
+        return {name: values[name] for name in self._metrics}
+
+    def read(self, flat: Flat) -> dict[str, Any]:
+        """Give the values on the host: what is finished together is only taken apart there."""
+        whole: dict[Any, Any] = {}
+        for i, (group, found) in enumerate(self._finished(flat)):
+            whole.update({i: found} if group else found)
+        read = on_host(whole)
+        for i, group in enumerate(self._groups):
+            read.update(zip(group.names, read.pop(i), strict=True))
+        return {name: read[name] for name in self._metrics}
+
+    def _finished(self, flat: Flat) -> Iterator[tuple[_Group | None, Any]]:
+        """Give the values of each group as a vector, then the others by name."""
         for group in self._groups:
-            states = group.states(flat)
-            value = self._metrics[group.names[0]].finish(**states)
-            values.update(zip(group.names, value.unbind(0), strict=True))
-        for name in self._single:
-            values[name] = finished(self._metrics[name], self._slots[name], flat)
-        return values
+            yield group, self._metrics[group.names[0]].finish(**group.states(flat))
+        one_by_one = self._single
+        yield None, {n: finished(self._metrics[n], self._slots[n], flat) for n in one_by_one}
 
 
 class _Group:
@@ -62,18 +75,29 @@ class _Group:
             state: (slot.operator, [each[state].here.start for each in slots])
             for state, slot in slots[0].items()
         }
+        self._slices = {state: _regular(places) for state, (_, places) in self._places.items()}
         self._indices: dict[str, Tensor] = {}
 
     def states(self, flat: Flat) -> dict[str, Tensor]:
         """Give each state of all of them as a vector."""
         states = {}
         for state, (operator, places) in self._places.items():
+            if (regular := self._slices[state]) is not None:
+                states[state] = flat[operator][regular]
+                continue
             vector, index = flat[operator], self._indices.get(state)
             if index is None or index.device != vector.device:
                 index = torch.tensor(places).to(vector.device, non_blocking=True)
                 self._indices[state] = index
             states[state] = vector.index_select(0, index)
         return states
+
+
+def _regular(places: Sequence[int]) -> slice | None:
+    """Give places as a slice, which takes no copy, if they are at equal distances."""
+    step = places[1] - places[0]
+    found = slice(places[0], places[-1] + 1, step)
+    return found if step > 0 and list(range(found.stop)[found]) == list(places) else None
 
 
 def _look(metric: DeclaredMetric) -> Any:
@@ -87,20 +111,23 @@ def _look(metric: DeclaredMetric) -> Any:
     return (type(metric), repr(metric)) if plain else None
 
 
-def on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+def on_host(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Give values as numbers and lists of the host, those of one device with one copy."""
     found = dict(values)
     for name, value in values.items():
         if isinstance(value, tuple):
-            parts = on_host({str(i): part for i, part in enumerate(value)}).values()
+            entries = on_host(dict(enumerate(value))).values()
             make = getattr(value, "_make", tuple)  # a NamedTuple stays one
-            found[name] = make(parts)
+            found[name] = make(entries)
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for device in {tensor.device for tensor in tensors.values()}:
         here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
-        flat = torch.cat([tensor.reshape(-1).double() for tensor in here.values()]).tolist()
+        parts = [tensor.reshape(-1).double() for tensor in here.values()]
+        flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
         for name, tensor in here.items():
             part, flat = flat[: tensor.numel()], flat[tensor.numel() :]
             exact = part if tensor.is_floating_point() else list(map(int, part))
-            found[name] = np.reshape(np.array(exact, object), tensor.shape).tolist()
+            if tensor.ndim > 1:
+                exact = np.reshape(np.array(exact, object), tensor.shape).tolist()
+            found[name] = exact if tensor.ndim else exact[0]
     return found

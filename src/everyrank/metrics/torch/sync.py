@@ -61,7 +61,7 @@ class _Packed:
 
     def __init__(self, flat: Flat, group: Any) -> None:
         self._flat = flat
-        self._size = dist.get_world_size(group)
+        self._size = group.size()
         self._device = next(iter(flat.values())).device
         sums = [flat["sum"]] if "sum" in flat else []
         for whole in (
@@ -73,7 +73,7 @@ class _Packed:
         extremes = [flat[o] if o == "max" else -flat[o] for o in ("max", "min") if o in flat]
         self._vectors: dict[str, Tensor] = {}
         if sums:
-            self._vectors["sum"] = torch.cat(sums)
+            self._vectors["sum"] = torch.cat(sums) if len(sums) > 1 else sums[0].clone()
         if extremes:
             high = torch.cat(extremes)
             nan = high.isnan()
@@ -85,6 +85,8 @@ class _Packed:
         for work in self._works:
             work.wait()
         vectors = {name: vector.to(self._device) for name, vector in self._vectors.items()}
+        if list(self._flat) == ["sum"]:  # nothing has to be taken apart
+            return vectors
         flat: Flat = {}
         if "sum" in vectors:
             flat |= self._unpacked_sums(vectors["sum"])
@@ -144,4 +146,4 @@ def groups_of(context: Any) -> Sequence[Any]:
 
 def _larger(groups: Sequence[Any]) -> Sequence[Any]:
     """Leave out groups of one, over which there is nothing to reduce."""
-    return [group for group in groups if dist.get_world_size(group) > 1]
+    return [group for group in groups if group.size() > 1]
