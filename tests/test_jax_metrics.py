@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
+import pickle
 from concurrent.futures import ProcessPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,10 +21,11 @@ from jax_metric_programs import TEXTS, arrays
 from metric_programs import part
 
 import everyrank.jax.metrics as pure_metrics
-from everyrank import History
+from everyrank import History, metrics
+from everyrank.arrays.jax import ARRAYS
 from everyrank.errors import MetricError, OptionError
 from everyrank.jax.metrics import pure
-from everyrank.metrics import Mean
+from everyrank.metrics import DeclaredMetric, Mean
 from everyrank.metrics.handing import made_again
 from everyrank.testing import run_ranks
 
@@ -176,6 +180,50 @@ def test_counting_is_exact_past_the_digits_of_a_float32():
     assert metric.read(both) == {"count": 2**25 + 10, "total": 10 * 2**24 + 10}
 
 
+LARGE = 2**40 + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "total", "mean"),
+    [
+        (LARGE, LARGE, LARGE),
+        (2**31, 2**31, 2**31),
+        (np.int64(LARGE), LARGE, LARGE),
+        (np.array([2**32 + 5]), 2**32 + 5, 2**32 + 5),
+        (np.array([LARGE, 1]), LARGE + 1, (LARGE + 1) / 2),
+        (jnp.int32(2**24 + 1), 2**24 + 1, 2**24 + 1),
+        (jnp.full(3, 2**30 + 1), 3 * (2**30 + 1), 2**30 + 1),
+        (jnp.array([-(2**31), 5], jnp.int32), 5 - 2**31, (5 - 2**31) / 2),
+        (jnp.full(3, 2**32 - 1, jnp.uint32), 3 * (2**32 - 1), 2**32 - 1),
+        (jnp.array([True, False]), 1, 0.5),
+    ],
+)
+def test_integers_keep_their_digits_without_64_bits(value, total, mean):
+    """Of the host and of a device, one or many, past int32 and past float32."""
+    for metric, wanted in ((pure_metrics.Sum(), total), (pure_metrics.Mean(), mean)):
+        assert metric.read(metric.update(metric.init(), value)) == wanted
+    if isinstance(value, jax.Array):
+        metric = pure_metrics.Sum()
+        assert metric.read(jax.jit(metric.update)(metric.init(), value)) == total
+
+
+def test_weights_past_int32_are_floats():
+    """Where JAX would take the lower half of their bits."""
+    metric = pure_metrics.WeightedMean()
+    assert metric.read(metric.update(metric.init(), 2.0, np.int64(2**32))) == 2
+    assert metric.read(metric.update(metric.init(), 2.0, 2**40)) == 2
+    assert metric.read(metric.update(metric.init(), 2, [2**40][0])) == 2
+
+
+def test_one_batch_may_count_past_the_digits_of_a_float32():
+    """All of them in one bucket, and kept by a mask."""
+    metric = pure_metrics.ConfusionMatrix(classes=2)
+    many = jnp.zeros(2**24 + 3, jnp.int8)
+    assert metric.read(metric.update(metric.init(), many, many))[0, 0] == 2**24 + 3
+    total = jax.jit(ARRAYS.total)(many == 0)
+    assert (int(total), total.dtype) == (2**24 + 3, jnp.int32)
+
+
 def test_what_is_not_finite_leaves_no_trace_in_the_rest():
     """An infinite sum is infinite, and a NaN is a NaN."""
     metric = pure_metrics.Sum()
@@ -224,8 +272,29 @@ def test_whole_arrays_need_no_reduce(elsewhere):
     assert found == WHOLE | {"n": 32, "running": 240, "loss": 7.5}
 
 
+def test_new_samples_are_merged_to_a_state_that_all_devices_have(elsewhere):
+    """What was there before counts once, however many devices there are."""
+    assert elsewhere(programs.accumulated, VALUES) == WHOLE | {"n": 32, "running": 240}
+
+
+def test_a_scan_on_each_device_carries_a_state(elsewhere):
+    """Once it is said that the state differs from device to device."""
+    found = elsewhere(programs.scanned_on_each_device, VALUES)
+    assert {n: found[n] for n in ("loss", "high", "n")} == {"loss": 7.5, "high": 15, "n": 16}
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_arrays_may_say_in_their_types_how_they_are_cut(elsewhere, jitted):
+    """As a mesh of jax.make_mesh has it, within jax.set_mesh and without."""
+    found = elsewhere(programs.over_an_explicit_mesh, jitted)
+    assert all(inside == outside for inside, outside in found.values())
+    assert found["matrix"][0] == [[6, 0, 0], [0, 5, 0], [0, 0, 5]]
+    assert (found["f1"][0], found["last"][0], found["recent"][0]) == (1, 0, 15)
+    assert found["median"][0] == pytest.approx(1, rel=0.02)
+
+
 def test_states_too_large_for_a_place_each_are_summed_up(elsewhere):
-    """A matrix of a million numbers on 8 devices."""
+    """A matrix of a million numbers on 8 devices; JAX sees that all devices get the same."""
     counts, high = elsewhere(programs.large_states, 1000)
     assert counts[:64] == [1] * 64
     assert high == 63
@@ -238,7 +307,78 @@ def test_reduce_outside_of_shard_map_says_what_to_do():
         metric.reduce(metric.init())
 
 
+def test_it_can_be_followed_without_jit():
+    """As one does to find a mistake: one update in a ring, and all of them."""
+    with jax.disable_jit():
+        for n in (1, 2):
+            metric = pure_metrics.Running(pure_metrics.Sum(), n)
+            state = metric.update(metric.update(metric.init(), 1.0), 2.0)
+            assert metric.read(metric.merge(metric.init(), state)) == (2 if n == 1 else 3)
+
+
+def test_a_ring_that_was_not_updated_is_not_shared():
+    """Giving one state away leaves the other whole."""
+    metric = pure_metrics.Collection(
+        a=pure_metrics.Sum(), b=pure_metrics.Running(pure_metrics.Sum(), 3)
+    )
+    first = metric.update(metric.init(), 1.0)
+    second = metric.update(first, {"a": 1.0})
+    for leaf in jax.tree.leaves(first):
+        leaf.delete()
+    assert metric.read(metric.update(second, {"b": 4.0})) == {"a": 2, "b": 5}
+
+
+def test_a_state_may_be_a_mapping_of_another_library():
+    """A FrozenDict of flax is no dict."""
+    metric = pure_metrics.Running(pure_metrics.Sum(), 2)
+    state = metric.update(metric.init(), 3.0)
+    state["ring"] = MappingProxyType(state["ring"])
+    assert metric.read(metric.update(MappingProxyType(state), 4.0)) == 7
+
+
+# ------------------------------------------------------------------------------- names
+
+
+def test_what_makes_a_metric_looks_like_its_class():
+    """To help(), to editors and to pickle; always the same object."""
+    assert pure_metrics.Std is pure_metrics.Std
+    assert pure_metrics.Std.__name__ == "Std"
+    assert pure_metrics.Std.__doc__.startswith("The standard deviation")
+    assert list(inspect.signature(pure_metrics.Std).parameters) == ["correction"]
+    assert not inspect.signature(pure_metrics.Mean).parameters
+    assert pickle.loads(pickle.dumps(pure_metrics.Std)) is pure_metrics.Std
+
+
+def test_a_star_import_gives_metrics_and_no_helpers():
+    """And so does dir()."""
+    found: dict[str, Any] = {}
+    exec("from everyrank.jax.metrics import *", found)
+    assert {"Mean", "Accuracy", "Running", "Collection", "Pure", "pure"} <= found.keys()
+    assert not {"State", "DeclaredMetric", "At", "jax", "np"} & found.keys()
+    assert set(dir(pure_metrics)) == found.keys() - {"__builtins__"}
+    assert not hasattr(pure_metrics, "State")
+
+
 # ------------------------------------------------------------------------------- mistakes
+
+
+class Misspelt(DeclaredMetric):
+    """Contributes to a state that it does not have, or in another shape."""
+
+    total = metrics.State("sum", 3)
+
+    def batch(self, values):
+        return {"total": values} if values.ndim else {"totl": values}
+
+
+def running_of(n, state_of):
+    moving = [pure_metrics.Running(pure_metrics.Sum(), k) for k in (n, state_of)]
+    return moving[0].update(moving[1].init(), 1.0)
+
+
+def validated_in_jit():
+    metric = pure_metrics.Accuracy(classes=3, validate=True)
+    return jax.jit(metric.update)(metric.init(), jnp.zeros(3, int), jnp.zeros(3, int))
 
 
 @pytest.mark.parametrize(
@@ -258,6 +398,44 @@ def test_reduce_outside_of_shard_map_says_what_to_do():
             lambda: programs.many().update(programs.many().init(), {"los": 1.0}),
             MetricError,
             "'los' is no metric of this collection, which has loss, high",
+        ),
+        (
+            lambda: pure(Misspelt()).update(pure(Misspelt()).init(), jnp.ones(())),
+            MetricError,
+            "Misspelt.batch gave a contribution to 'totl', which is none of its states total",
+        ),
+        (
+            lambda: pure(Misspelt()).update(pure(Misspelt()).init(), jnp.ones(2)),
+            MetricError,
+            r"'total' has the shape \(3,\), but a batch contributed one of \(2,\)",
+        ),
+        (lambda: running_of(3, 2), MetricError, r"is none of Running\(Sum\(\), 3\)"),
+        (lambda: running_of(2, 3), MetricError, r"is none of Running\(Sum\(\), 2\)"),
+        (validated_in_jit, MetricError, "validate reads values, which do not exist yet inside"),
+        (
+            lambda: pure_metrics.Mean().update(pure_metrics.Mean().init(), jnp.ones(2) * 1j),
+            MetricError,
+            r"`values` of Mean\(\) is complex64.* abs\(values\)",
+        ),
+        (
+            lambda: pure_metrics.Mean().update(pure_metrics.Mean().init(), 1j),
+            MetricError,
+            r"`values` of Mean\(\) is complex64",
+        ),
+        (
+            lambda: pure_metrics.Mean().update(pure_metrics.Mean().init()),
+            TypeError,
+            r"update\(\) of Mean\(\): missing a required argument: 'values'",
+        ),
+        (
+            lambda: pure_metrics.Collection(pure_metrics.Mean()),
+            OptionError,
+            r"metrics=Mean\(\) must be a dict of metrics by name",
+        ),
+        (
+            lambda: pure_metrics.Collection({"": pure_metrics.Mean()}),
+            OptionError,
+            "'' is no name of a metric",
         ),
         (lambda: pure(Mean), OptionError, "must be a declared metric"),
         (
@@ -298,6 +476,39 @@ def test_metrics_are_recorded_as_they_are_in_a_state(history):
     assert record["train/loss"] == 1.5
     assert record["train/running"] == 6
     assert record["n"] == 2**24 + 1
+
+
+def test_a_state_that_was_given_away_is_named(history):
+    """With what would do."""
+    metric = pure_metrics.Mean()
+    state = metric.init()
+    jax.tree.map(lambda x: x.delete(), state)
+    with pytest.raises(MetricError, match="'m' is a state that was deleted, or donated"):
+        history.update({"m": metric.at(state)})
+
+
+def test_a_state_of_the_host_is_recorded(history):
+    """As jax.device_get gives it."""
+    metric = pure_metrics.Mean()
+    state = metric.update(metric.init(), jnp.arange(4.0))
+    history.update({"m": metric.at(jax.device_get(state))})
+    assert history.latest.values["m"] == 1.5
+
+
+def test_a_state_on_different_devices_is_named(elsewhere):
+    """It would have to be copied between them first."""
+    said = elsewhere(programs.on_other_devices)
+    assert said.startswith("'m' is a state whose arrays cannot be brought together")
+    assert "jax.device_put(state, device)" in said
+
+
+def test_what_metrics_say_of_themselves_is_made_once():
+    """And not at every update of a History."""
+    metric = pure_metrics.Mean()
+    state = metric.init()
+    first, second = (metric.at(state).hand_over("m") for _ in range(2))
+    assert first.spec is second.spec
+    assert first.finish is second.finish
 
 
 def test_a_state_inside_jit_has_no_value_yet(history):

@@ -97,10 +97,73 @@ def large_states(classes):
         state = metric.update(metric.init(), {"matrix": (x, x), "high": x.astype(jnp.float32)})
         return metric.reduce(state, "batch")
 
-    mapped = jax.shard_map(each, mesh=a_mesh(), in_specs=P("batch"), out_specs=P(), check_vma=False)
+    mapped = jax.shard_map(each, mesh=a_mesh(), in_specs=P("batch"), out_specs=P())
     values = jnp.arange(64) % classes
     found = metric.read(jax.jit(mapped)(values))
     return np.diag(np.array(found["matrix"])).tolist()[: 2 * classes], found["high"]
+
+
+def over_an_explicit_mesh(jitted):
+    """Update with arrays whose types say how they are cut."""
+    metrics: dict[str, Any] = {
+        "matrix": (pure_metrics.ConfusionMatrix(classes=3), 2),
+        "f1": (pure_metrics.F1(classes=3), 2),
+        "last": (pure_metrics.Last(), 1),
+        "median": (pure_metrics.Quantile(), 1),
+        "recent": (pure_metrics.Running(pure_metrics.Sum(), 2), 1),
+    }
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))
+    labels = jax.device_put(jnp.arange(16) % 3, jax.NamedSharding(mesh, P("batch")))
+    found = {}
+    for name, (metric, n) in metrics.items():
+        update = jax.jit(metric.update) if jitted else metric.update
+        with jax.set_mesh(mesh):
+            inside = metric.read(update(metric.init(), *[labels] * n))
+        outside = metric.read(update(metric.init(), *[labels] * n))
+        found[name] = np.asarray(inside).tolist(), np.asarray(outside).tolist()
+    return found
+
+
+def accumulated(values):
+    """Merge what is new on all devices to a state that each of them has, step by step."""
+    metrics = many()
+
+    def step(state, x):
+        return metrics.merge(state, metrics.reduce(metrics.update(metrics.init(), x), "batch"))
+
+    specs = (P(), P("batch"))
+    mapped = jax.jit(jax.shard_map(step, mesh=a_mesh(), in_specs=specs, out_specs=P()))
+    state = metrics.init()
+    for _ in range(2):
+        state = mapped(state, values)
+    return metrics.read(state)
+
+
+def scanned_on_each_device(values):
+    """Carry a state through a scan on every device."""
+    metrics = many()
+
+    def each(x):
+        state = jax.lax.pcast(metrics.init(), "batch", to="varying")
+        state, _ = jax.lax.scan(lambda s, v: (metrics.update(s, v), None), state, x)
+        return metrics.reduce(state, "batch")
+
+    mapped = jax.shard_map(each, mesh=a_mesh(), in_specs=P("batch"), out_specs=P())
+    return metrics.read(jax.jit(mapped)(values))
+
+
+def on_other_devices():
+    """Say what becomes of a state whose arrays lie on different devices."""
+    from everyrank.errors import MetricError
+
+    metrics = many()
+    state = jax.device_put(metrics.update(metrics.init(), jnp.ones(3)), jax.devices()[0])
+    state["sum"] = jax.device_put(state["sum"], jax.devices()[1])
+    try:
+        metrics.at(state).hand_over("m")
+    except MetricError as error:
+        return str(error)
+    return ""
 
 
 def with_64_bits(names, seed):

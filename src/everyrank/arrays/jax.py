@@ -39,7 +39,7 @@ class JaxArrays(NumpyLike):
         return high + rest
 
     def exact_total(self, x: Any, axis: Axis = None) -> tuple[Any, Any]:
-        """Sum up integers of at most 32 bits as two floats, of which the second is what the first lost."""
+        """Sum up integers of at most 32 bits as two floats; the second is what the first lost."""
         if math.prod(x.shape) > _MOST:  # rounded, as sums of floats are
             return super().total(x, axis), 0.0
         x = x.astype(_total_dtype(x.dtype))
@@ -54,7 +54,10 @@ class JaxArrays(NumpyLike):
         if self._wide == np.float64 or not (weights is None or weights.dtype == np.bool_):
             return super().counts(index, size, weights)
         ones = 1 if weights is None else weights.astype(np.int32)
-        return self._xp.zeros(size, np.int32).at[index].add(ones)
+        return self._added(self._xp.zeros(size, np.int32), index, ones)
+
+    def _added(self, found: Any, index: Any, weights: Any) -> Any:
+        return found.at[index].add(weights)
 
     def is_whole(self, x: Any) -> bool:
         """Say whether it holds integers or truth values that a wide float may not hold."""
@@ -64,7 +67,8 @@ class JaxArrays(NumpyLike):
 
 
 def split(x: Any) -> tuple[Any, Any]:
-    """Give integers of 32 bits as two float32."""
+    """Give integers of at most 32 bits as two float32."""
+    x = x.astype(_total_dtype(x.dtype))
     high = (x >> 12) << 12  # either half has digits enough
     return two_sum(high.astype(np.float32), (x - high).astype(np.float32))
 
@@ -80,15 +84,13 @@ def _fits(x: Any) -> bool:
     """Say whether JAX has the integers among its own."""
     if x.dtype.kind not in "iu" or not x.size:
         return True
-    kept = jnp.iinfo(jnp.asarray(x[..., :0] if x.ndim else x[None][:0]).dtype)
+    kept = np.iinfo(jnp.asarray(x[..., :0] if x.ndim else x[None][:0]).dtype)
     return bool(kept.min <= int(x.min()) and int(x.max()) <= kept.max)
 
 
 def _largest(dtype: Any) -> int:
-    """Give how far from zero a number of a dtype can be."""
-    if dtype == np.bool_:
-        return 1
-    return max(int(jnp.iinfo(dtype).max), -int(jnp.iinfo(dtype).min))
+    """Give what no number of a dtype is further from zero than."""
+    return 1 if dtype == np.bool_ else 1 << 8 * int(dtype.itemsize)
 
 
 def _total_dtype(dtype: Any) -> Any:

@@ -104,10 +104,11 @@ class NumpyLike:
         found = self._xp.zeros(size, self._wide)
         if weights is None:
             weights = self._xp.ones(index.shape, self._wide)
-        if self._xp is np:
-            np.add.at(found, index, weights)
-            return found
-        return found.at[index].add(weights)
+        return self._added(found, index, weights)
+
+    def _added(self, found: Any, index: Any, weights: Any) -> Any:
+        np.add.at(found, index, weights)
+        return found
 
     def pair_counts(self, rows: Any, columns: Any, size: int, weights: Any = None) -> Any:
         index = self._xp.clip(rows * size + columns, 0, size * size - 1)

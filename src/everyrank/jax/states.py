@@ -9,6 +9,7 @@ Everything here is pure, and gives arrays of the shapes and dtypes that it was g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,22 +17,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
-from everyrank.arrays.jax import ARRAYS
+from everyrank.arrays.jax import ARRAYS, split
+from everyrank.errors import MetricError
+from everyrank.handed import Finish
 from everyrank.jax.collective import bound
 from everyrank.metrics.catalogue.moving import Ema, Running
 from everyrank.metrics.declared import DeclaredMetric
+from everyrank.metrics.handing import told
 from everyrank.metrics.states import Plan, Slot
 from everyrank.operators import OPERATORS
 
-State = dict[str, Any]
+Tree = dict[str, Any]
 
-#: What batches contribute, by metric and state.
+#: What batches contribute, by metric and state; to a sum also a number in two parts.
 Batches = Mapping[str, Mapping[str, Any]]
 
 REST = "rest"
 
-#: With more numbers than this on all devices, sums are only summed up, and not kept to the last bit.
+#: A vector of sums with more numbers than this on all devices is summed up in float32, since a place
+#: for each device would take too much memory.
 _MOST_PLACES = 1 << 22
 
 
@@ -43,6 +49,7 @@ class States:
         self.plan = Plan.of({name: metric.states() for name, metric in metrics.items()})
         self._rings = {n: m for n, m in self.metrics.items() if isinstance(m, Running)}
         self._fading = {n: m for n, m in self.metrics.items() if isinstance(m, Ema)}
+        self._told: dict[bool, tuple[str, Finish]] = {}
 
     @property
     def vectors(self) -> list[str]:
@@ -51,17 +58,36 @@ class States:
         has_rest = "sum" in self.plan.widths and not wide
         return [*self.plan.widths, *([REST] if has_rest else [])]
 
-    def init(self) -> State:
+    def told(self) -> tuple[str, Finish]:
+        """Give what the metrics say of themselves, and what makes values of their states."""
+        rest = REST in self.vectors
+        if rest not in self._told:
+            self._told[rest] = told(self.metrics, rest=rest)
+        return self._told[rest]
+
+    def shapes(self) -> dict[str, Any]:
+        """Give the shapes of all arrays in a state."""
+        sums = {REST: self.plan.widths.get("sum", 0)}
+        shapes: dict[str, Any] = {n: ({**self.plan.widths, **sums}[n],) for n in self.vectors}
+        for name, metric in self._rings.items():
+            slots = self.plan.by_owner[name].items()
+            parts = {key: (metric.n, slot.size) for key, slot in slots}
+            shapes[_ring(name)] = {"parts": parts, "cursor": ()}
+        return shapes
+
+    def init(self) -> Tree:
         """Give the state of metrics that have seen nothing."""
-        state: State = {o: _identity(o, width) for o, width in self.plan.widths.items()}
+        state: Tree = {o: _identity(o, width) for o, width in self.plan.widths.items()}
         if REST in self.vectors:
             state[REST] = jnp.zeros_like(state["sum"])
         for name, metric in self._rings.items():
             state[_ring(name)] = _new_ring(metric, self.plan.by_owner[name])
         return state
 
-    def enter(self, state: State, batches: Batches) -> State:
+    def enter(self, state: Tree, batches: Batches) -> Tree:
         """Give the state after what a batch contributes to each metric."""
+        for name, batch in batches.items():
+            _check(self.metrics[name], self.plan.by_owner[name], batch)
         new = dict(state)
         for operator in self.plan.widths:
             vector = self._contributed(operator, state, batches)
@@ -72,29 +98,25 @@ class States:
         for name in self._rings:
             if name in batches:
                 new = self._turned(new, name, batches[name])
+            else:  # of its own, or donating one state would take it from the other
+                new[_ring(name)] = jax.tree.map(_copied, state[_ring(name)])
         return new
 
-    def merge(self, a: State, b: State) -> State:
+    def merge(self, a: Tree, b: Tree) -> Tree:
         """Give the state of two together, the second of which came later."""
         merged = self._merged(a, b)
         for name in self._rings:
             merged[_ring(name)] = self._ring_of(name, merged)
         return merged
 
-    def reduce(self, state: State, axis_name: Any) -> State:
+    def reduce(self, state: Tree, axis_name: Any) -> Tree:
         """Give the state of all devices along some axes together: one all-reduce."""
         axes, size = bound(axis_name, "reduce", "update")
-        sizes = {name: state[name].size for name in self.vectors}
-        if size * sum(sizes.values()) > _MOST_PLACES:
-            merged = self._reduced_loosely(state, axes)
-        else:
-            flat = jnp.concatenate([state[name] for name in sizes])
-            places = jnp.zeros((size, flat.size), flat.dtype).at[lax.axis_index(axes)].set(flat)
-            # A sum of what each put into a place of its own: so JAX sees that all get the same.
-            parts = _split(lax.psum(places, axes), sizes)
-            first = {name: part[0] for name, part in parts.items()}
-            others = {name: part[1:] for name, part in parts.items()}
-            merged, _ = lax.scan(lambda a, b: (self._merged(a, b), None), first, others)
+        large = [name for name in _sums(state) if size * state[name].size > _MOST_PLACES]
+        merged = {name: lax.psum(state[name], axes) for name in large}
+        small = {name: state[name] for name in self.vectors if name not in large}
+        if small:
+            merged |= self._by_places(small, axes, size)
         for name in self._rings:
             merged[_ring(name)] = self._ring_of(name, merged)
         return merged
@@ -106,29 +128,26 @@ class States:
             for owner, slots in self.plan.by_owner.items()
         }
 
-    def _merged(self, a: State, b: State) -> State:
-        merged = {o: OPERATORS[o].merge(ARRAYS, a[o], b[o]) for o in self.plan.widths}
+    def _by_places(self, vectors: Tree, axes: tuple[str, ...], size: int) -> Tree:
+        """Merge the vectors of all devices: exact, whatever the operator."""
+        flat = jnp.concatenate(list(vectors.values()))
+        places = jnp.zeros((size, flat.size), flat.dtype).at[lax.axis_index(axes)].set(flat)
+        # A sum of what each put into a place of its own: so JAX sees that all get the same.
+        sizes = {name: vector.size for name, vector in vectors.items()}
+        parts = _split(lax.psum(places, axes), sizes)
+        merged = {name: part[0] for name, part in parts.items()}
+        if size > 1:  # a scan of nothing fails where jit is disabled
+            others = {name: part[1:] for name, part in parts.items()}
+            merged, _ = lax.scan(lambda a, b: (self._merged(a, b), None), merged, others)
+        return merged
+
+    def _merged(self, a: Tree, b: Tree) -> Tree:
+        merged = {o: OPERATORS[o].merge(ARRAYS, a[o], b[o]) for o in self.plan.widths if o in a}
         if REST in a:
             merged |= _added(a, (b["sum"], b[REST]))
         return merged
 
-    def _reduced_loosely(self, state: State, axes: tuple[str, ...]) -> State:
-        """Reduce states too large for a place of each device: sums lose what a sum of floats does."""
-        merged: State = {}
-        for operator in self.plan.widths:
-            if operator == "sum":
-                merged["sum"] = lax.psum(state["sum"], axes)
-                continue
-            every = lax.all_gather(state[operator], axes)
-            merged[operator] = every[0]
-            for i in range(1, every.shape[0]):
-                merge = OPERATORS[operator].merge
-                merged[operator] = merge(ARRAYS, merged[operator], every[i])
-        if REST in state:
-            merged[REST] = lax.psum(state[REST], axes)
-        return merged
-
-    def _contributed(self, operator: str, state: State, batches: Batches) -> Any:
+    def _contributed(self, operator: str, state: Tree, batches: Batches) -> Any:
         """Give all contributions to an operator as a vector; those to sums with what they lose."""
         parts, rests = [], []
         for slot in self.plan.slots:
@@ -147,7 +166,7 @@ class States:
         vector = jnp.concatenate(parts)
         return (vector, jnp.concatenate(rests)) if operator == "sum" else vector
 
-    def _faded(self, state: State, batches: Batches) -> State:
+    def _faded(self, state: Tree, batches: Batches) -> Tree:
         """Give the sums, of which some fade before anything is added."""
         for name, metric in self._fading.items():
             if name in batches:
@@ -156,7 +175,7 @@ class States:
                     state = {**state, **faded}
         return state
 
-    def _turned(self, state: State, name: str, batch: Mapping[str, Any]) -> State:
+    def _turned(self, state: Tree, name: str, batch: Mapping[str, Any]) -> Tree:
         """Let a batch take the place of the oldest in a ring, and its states be those of the ring."""
         ring, n = state[_ring(name)], self._rings[name].n
         parts = {}
@@ -172,7 +191,7 @@ class States:
         new[_ring(name)] = {"parts": parts, "cursor": (ring["cursor"] + 1) % n}
         return new
 
-    def _ring_of(self, name: str, flat: Mapping[str, Any]) -> State:
+    def _ring_of(self, name: str, flat: Mapping[str, Any]) -> Tree:
         """Give a ring in which what is there counts as one update."""
         ring = _new_ring(self._rings[name], self.plan.by_owner[name])
         for key, slot in self.plan.by_owner[name].items():
@@ -185,11 +204,11 @@ def _identity(operator: str, width: int) -> Any:
     return jnp.asarray(np.tile(np.array(numbers), width // len(numbers)), jnp.result_type(float))
 
 
-def _sums(state: State) -> list[str]:
+def _sums(state: Tree) -> list[str]:
     return [name for name in ("sum", REST) if name in state]
 
 
-def _added(state: State, more: tuple[Any, Any]) -> State:
+def _added(state: Tree, more: tuple[Any, Any]) -> Tree:
     """Add to sums; what they lose goes to the rest, and what gathers there moves up (two-sum)."""
     if REST not in state:
         return {"sum": state["sum"] + more[0] + more[1]}
@@ -202,17 +221,48 @@ def _added(state: State, more: tuple[Any, Any]) -> State:
     return {"sum": sums, REST: jnp.where(jnp.isfinite(sums), rest - (sums - total), 0.0)}
 
 
+def _check(metric: DeclaredMetric, slots: Mapping[str, Slot], batch: Mapping[str, Any]) -> None:
+    """Refuse what cannot be merged into the states of a metric, by what can be seen from outside."""
+    for state, value in batch.items():
+        if state not in slots:
+            raise MetricError(
+                f"{type(metric).__name__}.batch gave a contribution to {state!r}, which is none of its "
+                f"states {', '.join(slots)}."
+            )
+        slot = slots[state]
+        if isinstance(value, tuple) or slot.operator == "last":
+            continue
+        if not isinstance(value, int | float) and not hasattr(value, "shape"):
+            raise MetricError(
+                f"a batch contributed {value!r} to the state {slot.name!r}. `batch` must give a number "
+                "or an array for each state."
+            )
+        if math.prod(np.shape(value)) != slot.size:
+            raise MetricError(
+                f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one of "
+                f"{np.shape(value)}. `batch` must reduce it to the shape of the state."
+            )
+
+
 def _two_parts(value: Any, slot: Slot) -> tuple[Any, Any]:
-    """Give a contribution as flat floats, and what of a number of the host does not fit into them."""
+    """Give a contribution as flat floats, and what of a number with more digits does not fit."""
     wide = jnp.result_type(float)
-    rest = np.zeros(slot.size)
-    if isinstance(value, int | float):
+    rest: Any = np.zeros(slot.size)
+    if isinstance(value, tuple):
+        value, rest = value
+    elif isinstance(value, int | float):
         high = np.asarray(value, wide)
         if np.isfinite(high):
             rest += value - (int(high) if isinstance(value, int) else float(high))
         value = high
-    flat = jnp.broadcast_to(jnp.asarray(value, wide).reshape(-1), (slot.size,))
-    return flat, jnp.asarray(rest, wide)
+    elif ARRAYS.is_whole(value) and value.dtype != np.bool_:
+        value, rest = split(jnp.asarray(value))
+    flat = jnp.asarray(value, wide).reshape(slot.size)
+    return flat, jnp.asarray(rest, wide).reshape(slot.size)
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, Tracer) else jnp.copy(array)
 
 
 def _next(state: Any, order: Any, value: Any) -> Any:
@@ -226,7 +276,7 @@ def _ring(name: str) -> str:
     return f"ring {name}".rstrip()
 
 
-def _new_ring(metric: Running, slots: Mapping[str, Slot]) -> State:
+def _new_ring(metric: Running, slots: Mapping[str, Slot]) -> Tree:
     parts = {
         key: jnp.tile(_identity(slot.operator, slot.size), (metric.n, 1))
         for key, slot in slots.items()
@@ -237,6 +287,8 @@ def _new_ring(metric: Running, slots: Mapping[str, Slot]) -> State:
 def _together(slot: Slot, parts: Any) -> Any:
     """Merge what is in a ring."""
     merge = OPERATORS[slot.operator].merge
+    if len(parts) == 1:  # a scan of nothing fails where jit is disabled
+        return parts[0]
     merged, _ = lax.scan(lambda a, b: (merge(ARRAYS, a, b), None), parts[0], parts[1:])
     return merged
 
@@ -246,7 +298,7 @@ def _split(flat: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     return dict(zip(sizes, jnp.split(flat, ends, axis=1), strict=True))
 
 
-def to_host(state: State) -> dict[str, np.ndarray[Any, Any]]:
+def to_host(state: Tree) -> dict[str, np.ndarray[Any, Any]]:
     """Give the flat vectors in float64 on the host, with one transfer."""
     vectors = {name: value for name, value in state.items() if not isinstance(value, dict)}
     return {n: np.asarray(v, np.float64) for n, v in jax.device_get(vectors).items()}

@@ -62,7 +62,7 @@ class _Averaged(Decided):
             "hits": xp.counts(actual, self._width, hit),
             "predicted": xp.counts(predicted, self._width, labels.kept),
             "actual": counts,
-            "count": xp.total(counts) + 0.0 * counts,
+            "count": xp.total(counts) + 0 * counts,
         }
 
     def _of_all(self, xp: Arrays, labels: Labels) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def renamed(state_dict: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def _width(layout: Mapping[str, Any]) -> int:
-    return _PARTS * sum(there["size"] for there in layout.values())
+    return _PARTS * sum(int(there["size"]) for there in layout.values())
 
 
 def _strange(states: Any, layout: Mapping[str, Any]) -> MetricError:
