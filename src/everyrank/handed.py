@@ -140,8 +140,8 @@ _FAILED = (
     "finish gives numbers (said once)."
 )
 _DIFFERENT = (
-    "%r stands for different metrics, or for a metric and a number: recorded is the first of them, over "
-    "the ranks that have the same. Give them names of their own (said once)."
+    "%r stands for different metrics, or for a metric and a number: recorded is the first of them, "
+    "over the ranks that have the same. Give them names of their own (said once)."
 )
 
 
