@@ -10,7 +10,17 @@ import torch
 
 import everyrank.metrics
 from everyrank.errors import MetricError, OptionError
-from everyrank.metrics import DeclaredMetric, Ema, Mean, Metric, Running, State, Std, Sum
+from everyrank.metrics import (
+    DeclaredMetric,
+    Ema,
+    Mean,
+    Metric,
+    Running,
+    State,
+    Std,
+    Sum,
+    arrays_of,
+)
 
 
 def example():
@@ -19,7 +29,7 @@ def example():
     block = text[text.index("    class Mean") : text.index("That is all.")]
     lines = [line for line in block.splitlines() if line.strip()]
     assert len(lines) <= 10
-    names = {"DeclaredMetric": DeclaredMetric, "State": State}
+    names = {"DeclaredMetric": DeclaredMetric, "State": State, "arrays_of": arrays_of}
     exec(re.sub("^    ", "", block, flags=re.MULTILINE), names)
     return names["MeanAbsoluteError"]
 
@@ -32,6 +42,9 @@ def test_the_example_of_the_documentation_works():
     metric.update(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]))
     metric.update(np.array([3.0]), [3.0])
     assert metric.compute() == pytest.approx(4 / 3)
+    metric.reset()
+    metric.update(torch.full((1000,), 100.0, dtype=torch.float16), torch.zeros(1000))
+    assert metric.compute() == 100
 
 
 def test_there_is_no_average_of_averages():
