@@ -163,9 +163,7 @@ class Finishers:
             return batch, None
         columns: list[_Column] = []
         extras: dict[int, dict[str, Any]] = {}
-        ends: dict[
-            int, int
-        ] = {}  # behind which column of the batch so many of ours have their place
+        ends: dict[int, int] = {}  # behind which column of the batch so many of ours belong
         taken = {name for name in batch.names if not is_state(name)}
         for group in groups:
             for name, values in self._values(group, batch).items():

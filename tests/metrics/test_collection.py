@@ -292,3 +292,18 @@ def test_a_batch_of_a_wrong_shape_counts_in_no_part():
     with pytest.raises(MetricError, match=r"the state 'count' has the shape \(\)"):
         metric.update(torch.ones(3))
     assert metric.compute().isnan()
+
+
+def test_loading_one_member_says_nothing_of_the_others():
+    """One that no sync has brought together can still be handed over."""
+    metrics, other = Collection(a=Sum(), b=Sum()), Sum()
+    other.update(5.0)
+    other.sync()
+    state = {**other.state_dict()}
+    state["layout"] = state["layout"].replace('"total"', '"a/total"')
+    metrics["b"].update(2.0)
+    metrics["a"].load_state_dict(state)
+    assert metrics.read() == {"a": 5, "b": 2}
+    metrics["b"].hand_over("b")
+    with pytest.raises(MetricError, match="'a' was brought together by a sync of its own"):
+        metrics["a"].hand_over("a")

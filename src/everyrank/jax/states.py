@@ -9,7 +9,6 @@ Everything here is pure, and gives arrays of the shapes and dtypes that it was g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +19,12 @@ from jax import lax
 from jax.core import Tracer
 
 from everyrank.arrays.jax import ARRAYS, split
-from everyrank.errors import MetricError
 from everyrank.handed import Finish
 from everyrank.jax.collective import bound
 from everyrank.metrics.catalogue.moving import Ema, Running
 from everyrank.metrics.declared import DeclaredMetric
 from everyrank.metrics.handing import told
-from everyrank.metrics.states import Plan, Slot
+from everyrank.metrics.states import Plan, Slot, check_contributions
 from everyrank.operators import OPERATORS
 
 Tree = dict[str, Any]
@@ -87,7 +85,8 @@ class States:
     def enter(self, state: Tree, batches: Batches) -> Tree:
         """Give the state after what a batch contributes to each metric."""
         for name, batch in batches.items():
-            _check(self.metrics[name], self.plan.by_owner[name], batch)
+            kind, slots = type(self.metrics[name]).__name__, self.plan.by_owner[name]
+            check_contributions(kind, slots, batch, (jax.Array, np.ndarray, np.generic))
         new = dict(state)
         for operator in self.plan.widths:
             vector = self._contributed(operator, state, batches)
@@ -219,29 +218,6 @@ def _added(state: Tree, more: tuple[Any, Any]) -> Tree:
     rest = jnp.where(jnp.isfinite(total), rest, 0.0)  # what is not finite has none; it would be NaN
     sums = total + rest
     return {"sum": sums, REST: jnp.where(jnp.isfinite(sums), rest - (sums - total), 0.0)}
-
-
-def _check(metric: DeclaredMetric, slots: Mapping[str, Slot], batch: Mapping[str, Any]) -> None:
-    """Refuse what cannot be merged into the states of a metric, by what can be seen from outside."""
-    for state, value in batch.items():
-        if state not in slots:
-            raise MetricError(
-                f"{type(metric).__name__}.batch gave a contribution to {state!r}, which is none of its "
-                f"states {', '.join(slots)}."
-            )
-        slot = slots[state]
-        if isinstance(value, tuple) or slot.operator == "last":
-            continue
-        if not isinstance(value, int | float) and not hasattr(value, "shape"):
-            raise MetricError(
-                f"a batch contributed {value!r} to the state {slot.name!r}. `batch` must give a number "
-                "or an array for each state."
-            )
-        if math.prod(np.shape(value)) != slot.size:
-            raise MetricError(
-                f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one of "
-                f"{np.shape(value)}. `batch` must reduce it to the shape of the state."
-            )
 
 
 def _two_parts(value: Any, slot: Slot) -> tuple[Any, Any]:

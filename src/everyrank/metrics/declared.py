@@ -111,13 +111,7 @@ class DeclaredMetric(Metric, metaclass=_Opened):
 
     def enter(self, numbers: Numbers, slots: Mapping[str, Slot], batch: Mapping[str, Any]) -> None:
         """Merge what a batch contributes into the open numbers."""
-        for state, value in batch.items():
-            if state not in slots:
-                raise MetricError(
-                    f"{type(self).__name__}.batch gave a contribution to {state!r}, which is none of "
-                    f"its states {', '.join(slots)}."
-                )
-            numbers.check(slots[state], value)  # all of them, before anything is counted
+        numbers.check(type(self).__name__, slots, batch)  # all of it, before anything is counted
         for state, value in batch.items():
             numbers.merge(slots[state], value)
 

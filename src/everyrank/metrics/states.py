@@ -98,3 +98,29 @@ class Plan:
             by_owner[slot.owner][slot.state] = slot
         widths = {operator: width for operator, width in ends.items() if width}
         return cls(tuple(slots), widths, by_owner)
+
+
+def check_contributions(
+    metric: str, slots: Mapping[str, Slot], batch: Mapping[str, Any], kinds: tuple[Any, ...]
+) -> None:
+    """Refuse what cannot be merged, by what can be seen from outside; arrays are of `kinds`."""
+    for state, value in batch.items():
+        if state not in slots:
+            raise MetricError(
+                f"{metric}.batch gave a contribution to {state!r}, which is none of its states "
+                f"{', '.join(slots)}."
+            )
+        slot = slots[state]
+        if slot.operator == "last" or isinstance(value, tuple):  # a number in two parts
+            continue
+        if not isinstance(value, (int, float, *kinds)):
+            raise MetricError(
+                f"a batch contributed {value!r} to the state {slot.name!r}. `batch` must give a number "
+                "or an array for each state."
+            )
+        shape = tuple(value.shape) if isinstance(value, kinds) else ()
+        if math.prod(shape) != slot.size:
+            raise MetricError(
+                f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one of "
+                f"{shape}. `batch` must reduce it to the shape of the state."
+            )

@@ -231,7 +231,7 @@ class Cycle:
                 for flight in self._flights:
                     flight.skip |= moving
             if self._triggered:
-                self._ended.update(self._moving.symmetric_difference(owners) - self._moving)
+                self._ended.update(set(owners) - self._moving)
             else:
                 self._begin_next([owner for owner in owners if owner not in moving])
 
@@ -325,14 +325,15 @@ class Cycle:
             )
         shown, now, later = checkpoint.loaded(self.plan, slots, state_dict)
         with torch.no_grad():
+            nothing = identity(self.plan, _CPU)
+            synced = set() if _same(shown, nothing) else set(owners) - self._moving
+            self._synced = self._synced - set(owners) | synced
             if len(owners) < len(self._slots):  # the others keep what they have
-                nothing = identity(self.plan, _CPU)
                 shown = with_slots(moved(self._shown or nothing, _CPU), slots, shown)
                 later = with_slots(moved(self._next or nothing, _CPU), slots, later)
                 now = with_slots(moved(self._now(), _CPU), slots, now)
             self._fill(now)
-            self._shown = None if _same(shown, identity(self.plan, _CPU)) else shown
-            self._synced = set() if self._shown is None else set(self.metrics) - self._moving
+            self._shown = shown if self._synced else None
             if self._open is not None:
                 self._open.come_after(shown)
             self._next = later

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from everyrank.arrays.torch import ARRAYS, wide_dtype
-from everyrank.errors import MetricError
-from everyrank.metrics.states import Plan, Slot
+from everyrank.metrics.states import Plan, Slot, check_contributions
 from everyrank.operators import OPERATORS
 
 #: A vector of float64 for each operator of a plan.
@@ -95,21 +93,9 @@ class Numbers:
             for owner, slots in plan.by_owner.items()
         }
 
-    def check(self, slot: Slot, value: Any) -> None:
-        """Refuse what cannot be merged into one state, by what can be seen from outside."""
-        if slot.operator == "last":
-            return
-        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if not isinstance(value, Tensor | int | float | torch.SymInt):
-            raise MetricError(
-                f"a batch contributed {value!r} to the state {slot.name!r}. `batch` must give a number "
-                "or a tensor for each state."
-            )
-        if shape != slot.shape and math.prod(shape) != slot.size:
-            raise MetricError(
-                f"the state {slot.name!r} has the shape {slot.shape}, but a batch contributed one of "
-                f"{shape}. `batch` must reduce it to the shape of the state."
-            )
+    def check(self, metric: str, slots: Mapping[str, Slot], batch: Mapping[str, Any]) -> None:
+        """Refuse what cannot be merged, before any of it is."""
+        check_contributions(metric, slots, batch, (Tensor,))
 
     def merge(self, slot: Slot, value: Any) -> None:
         """Merge what a batch contributes to one state."""
@@ -196,8 +182,10 @@ class Numbers:
                 vector.copy_(flat[operator], non_blocking=True)
         if flat is not None:
             self.come_after(flat)
-        if self._rest is not None:
-            exact = flat["sum"].cpu() if flat is not None else self._flat["sum"].cpu()
+        if self._rest is not None and flat is None:
+            self._rest.zero_()
+        elif self._rest is not None and flat is not None:
+            exact = flat["sum"].cpu()
             self._rest.copy_(exact - exact.to(torch.float32))
 
     def _here(self, value: Any) -> Tensor:

@@ -64,9 +64,8 @@ class _Packed:
         self._size = group.size()
         self._device = next(iter(flat.values())).device
         sums = [flat["sum"]] if "sum" in flat else []
-        for whole in (
-            self._wholes().values()
-        ):  # a place for each rank: the sum is what each put into its own
+        for whole in self._wholes().values():
+            # A place for each rank: the sum of all is what each has put into its own.
             places = whole.new_zeros(self._size, whole.numel())
             places[dist.get_rank(group)] = whole
             sums.append(places.view(-1))
